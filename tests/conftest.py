@@ -35,7 +35,7 @@ SPREAD = (
 )  # fmt: skip
 # What takes longest begins first, so that no worker is left with it at the end.
 LONG = (
-    "test_fuzz.py", "test_page.py", "test_notebook.py", "test_lockstep.py", "test_cuda.py", *SPREAD,
+    "test_fuzz.py", "test_page.py", "test_tables.py", "test_notebook.py", "test_lockstep.py", "test_cuda.py", *SPREAD,
     "test_data_parallel.py", "test_sandbox.py", "test_validate.py", "test_debate.py", "test_node.py",
     "test_slow_clients.py", "test_exchange_contract.py", "test_warmup.py", "test_attacks.py", "test_peer_to_peer.py",
     "test_hostile_requests.py", "test_docs_page.py", "test_fuzzed_api.py", "test_api.py", "test_roles.py",

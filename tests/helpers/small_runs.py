@@ -41,12 +41,15 @@ class SmallRun:
     """Plays the rounds of a few nodes by calls of a test."""
 
     def __init__(
-        self, root: Path, nodes: int = 2, total: int = 3, pid: int | None = None, files: Files | None = None
-    ) -> None:
+        self, root: Path, nodes: int = 2, total: int = 3, pid: int | None = None, files: Files | None = None,
+        **flags: object,
+    ) -> None:  # fmt: skip
         root.mkdir(parents=True)
         self.root, self.files, self.stop = root, files or LocalFiles(root), threading.Event()
         self.store = FolderStore(self.files)
-        settings = config.load(UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}).settings
+        settings = config.load(
+            UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd", **flags}, environ={}
+        ).settings
         self.owner = Identity.generate()
         self.manifest: Manifest = found(self.store, settings, root.name, self.owner)
         self.identities = [Identity.generate() for _ in range(nodes)]

@@ -206,6 +206,10 @@ class Environment:
             return 0.0
         return self.ending_bonus if ended else -self.ending_bonus
 
+    def tests(self, question: Question) -> list[tuple[str, str]]:
+        """Return the tests of a program that answers the question, each a call and its value; nothing is run."""
+        return []
+
     def well_formed(self, text: str) -> bool:
         """Tell whether a completion has the form of an answer, right or wrong."""
         return True

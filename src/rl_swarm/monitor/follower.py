@@ -11,6 +11,7 @@ from rl_swarm.monitor.node_history import AHEAD, NodeHistory
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.reports import ReportReader, add_report
 from rl_swarm.monitor.run_reader import NodeView, RunView
+from rl_swarm.monitor.sentences import told
 from rl_swarm.protocol.rounds import State
 
 log = logging.getLogger(__name__)
@@ -21,8 +22,8 @@ IDLE_TIMES = 25  # a pause is this many times as long as the poll's processor ti
 READ_SECONDS, FIRST_SECONDS = (2.0, 10.0)  # that a poll, and the first one, spend on logs; the rest waits for the next
 MAX_EVENTS = 2000  # kept, of all nodes together
 MAX_MADE = 64  # results that are kept for one version
-T = TypeVar("T")
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
+T = TypeVar("T")
 
 
 class Poller:
@@ -138,13 +139,13 @@ class Follower(Poller):
         known = view.manifest.rounds if view.manifest else 0
         most = min(known, state.round + AHEAD) if state else 0
         history = self.histories.setdefault(node.node, NodeHistory())
-        events = history.new_events(node, view.local_files)
+        events = [*history.new_events(node, view.local_files), *history.good_news(node)]
         if history.alive is None and view.address.is_url and node.peer:  # its log is on another machine
-            said = f"with {node.peer.model}"
-            events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
+            joined = Event(node.peer.joined, node.node, node.name, "joined", None, f"with {node.peer.model}")
+            events.append(told(joined, {"model": node.peer.model}))
         if history.alive is not None and history.alive != node.alive and state and state.phase == "running":
             word = "online" if node.alive else "offline"
-            events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
+            events.append(told(Event(self.now(), node.node, node.name, word, state.round, ""), {}))
         changed = bool(history.update(node, most, self._numbers)) or bool(events) or history.alive != node.alive
         history.alive = node.alive
         self.events.extend(events)

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from rl_swarm.monitor.edges import Edges
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
+from rl_swarm.monitor.sentences import best_score, first_solved, told
 from rl_swarm.monitor.series import Curves, number
 from rl_swarm.node.settings import public_settings
 from rl_swarm.storage.files import LocalFiles
@@ -27,6 +28,7 @@ _values = attrgetter(*MEASURED)
 KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
 MAX_NAMES = 1024  # of peers or reasons that are counted for one node
 MAX_WORDS = 128  # settings of one node
+MAX_NEWS = 8  # tasks that are told of as first solved at a time
 ERRORS = ("failed", "push_failed")
 LONGEST = 300  # characters of an event's detail
 AHEAD = 1000  # rounds by which a log may be ahead of the state that was read before it
@@ -50,6 +52,8 @@ class NodeHistory:
     restarts: int = 0
     skipped: int = 0
     alive: bool | None = None  # at the last poll
+    best_held_out: float | None = None
+    solved: set[str] = field(default_factory=set)  # tasks with a right answer to a held-out question
     _rounds: int = 0  # lines of the view that were added
     _scores: int = 0
     _events: int = 0  # bytes of its events that were read
@@ -77,6 +81,23 @@ class NodeHistory:
         del view.held_out[1:-1]
         self._scores = len(view.held_out)
         return len(lines) + len(scores)
+
+    def good_news(self, view: NodeView) -> list[Event]:
+        """Return the best held-out scores and the first solved tasks among the scores that `update` has not read."""
+        found = []
+        for line in view.held_out[self._scores :]:
+            score, when, played = (number(line.get(key)) for key in ("sampled", "timestamp", "round"))
+            by_task = line.get("by_task")
+            tasks = by_task.items() if isinstance(by_task, dict) else ()
+            solved = {task for task, value in tasks if (number(value) or 0.0) > 0} - self.solved
+            number_of_round = None if played is None or played < 0 else int(played)
+            event = Event(when or 0.0, view.node, view.name, "", number_of_round, "")
+            if score is not None and self.best_held_out is not None and when:
+                found += [first_solved(event, task) for task in sorted(solved)[:MAX_NEWS]]
+                found += [best_score(event, score, self.best_held_out)] if score > self.best_held_out else []
+            self.best_held_out = max(filter(None, (score, self.best_held_out)), default=0.0)
+            self.solved |= set(sorted(solved)[: MAX_NAMES - len(self.solved)])
+        return found
 
     def _add(self, lines: Sequence[RoundRecord], numbers: Mapping[str, int]) -> None:
         columns = zip(*map(_values, lines), strict=True)
@@ -111,7 +132,7 @@ class NodeHistory:
             if self._begun or event.event == "resumed":
                 self.restarts += 1
                 after = f"after round {event.round + 1}" if event.round is not None else "from the start"
-                event = replace(event, event="restarted", detail=f"{after}, {event.detail}")
+                event = told(replace(event, event="restarted", detail=f"{after}, {event.detail}"), line)
             self._begun = True
         self.skipped += event.event == "skipped"
         if event.event == "rejected":
@@ -165,6 +186,5 @@ def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:
     }
     others = {key: value for key, value in line.items() if key not in ("event", "timestamp", "round")}
     detail = shown.get(kind) or ", ".join(f"{key}: {value}" for key, value in others.items())
-    return Event(
-        when, view.node, view.name, kind, None if played is None or played < 0 else int(played), detail[:LONGEST]
-    )
+    number_of_round = None if played is None or played < 0 else int(played)
+    return told(Event(when, view.node, view.name, kind, number_of_round, detail[:LONGEST]), line)

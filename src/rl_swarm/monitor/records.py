@@ -61,7 +61,7 @@ class Overview:
 class NodeRow:
     """Holds a line of the leaderboard."""
 
-    rank: int
+    rank: int  # by held-out score, then by reward
     node: str
     name: str
     peer_id: str
@@ -70,14 +70,15 @@ class NodeRow:
     round: int | None
     participation: int
     reward: float | None  # mean of its last rounds
-    total_reward: float
+    total_reward: float  # of all rounds, as the coordinator counted
     trend: float | None
-    wins: int
+    wins: int  # votes of other nodes: each votes every round for the peer with the highest mean reward
     held_out_start: float | None
     held_out_now: float | None
     tokens_per_second: float | None
     external_share: float | None
     role: str  # empty for an ordinary node
+    spark: list[float | None] = field(default_factory=list)  # its reward over all rounds, in at most 40 points
 
 
 @dataclass(frozen=True)
@@ -207,12 +208,18 @@ class Replay:
 
 @dataclass(frozen=True)
 class Event:
+    """Holds what happened to a node. Its sentence is `name`, `said`, `about_name` and `rest`."""
+
     timestamp: float
     node: str
     name: str
     event: str
     round: int | None
     detail: str
+    said: str = ""
+    about: str = ""  # another node, if it is known here
+    about_name: str = ""
+    rest: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,8 +236,17 @@ class ShownCompletion:
     text: str
     reward: float
     advantage: float
+    right: float  # share of it that is right, from 0 to 1
     truncated: bool  # ended by the token limit
     shortened: bool  # shown in part
+
+
+@dataclass(frozen=True)
+class ShownTest:
+    """Holds a test of a program: a call, and the value that it should have."""
+
+    call: str
+    expected: str
 
 
 @dataclass(frozen=True)
@@ -247,6 +263,8 @@ class RolloutRow:
     question: str
     answer: str | None  # None if unknown, or if several answers are right
     reward: float  # mean of the group
+    best: float  # reward of a perfect answer
+    tests: list[ShownTest]  # where the answers are programs
     completions: list[ShownCompletion]
 
 

@@ -9,13 +9,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_swarm import environments
 from rl_swarm.environments.base import Environment
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.records import RolloutPage, RolloutRow, ShownCompletion
+from rl_swarm.monitor.records import RolloutPage, RolloutRow, ShownCompletion, ShownTest
 from rl_swarm.monitor.snapshot import find
 from rl_swarm.network.documents import rollouts_key
 from rl_swarm.node.conversation import Conversation
@@ -32,6 +32,10 @@ MAX_CHARACTERS = 1_000_000  # of one page, roughly
 MAX_TRIES = 200  # publications read for one page
 MAX_TRIES_FAR = 40  # where each is a request over the network
 
+MAX_TESTS, LONGEST_TEST = 20, 300  # of one question, and characters of a call or its value
+TEACHING_ROUNDS = 30  # the last rounds whose groups come first if they have right and wrong answers
+REST = "rest-"  # begins the cursor of a page behind those
+
 Place = tuple[int, int, str]  # round, stage, node
 CURSOR = re.compile(r"([0-9]{1,15})-([0-9]{1,4})-([0-9]{1,6})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
@@ -45,12 +49,16 @@ class RolloutFilter:
     task: str = ""
     min_reward: float | None = None
     max_reward: float | None = None
+    teaching_since: int | None = None  # groups with right and wrong answers, from this round on
+    not_teaching_since: int | None = None  # all but those
 
     def matches(self, row: RolloutRow) -> bool:
         return (
             (not self.task or row.task == self.task)
             and (self.min_reward is None or row.reward >= self.min_reward)
             and (self.max_reward is None or row.reward <= self.max_reward)
+            and (self.teaching_since is None or teaches(row))
+            and (self.not_teaching_since is None or row.round < self.not_teaching_since or not teaches(row))
         )
 
 
@@ -67,6 +75,24 @@ class RolloutReader:
         missing."""
         with self._lock:
             return self._page(filters, after, limit, keys)
+
+    def teaching_page(self, filters: RolloutFilter, after: str | None, limit: int) -> RolloutPage:
+        """Return a page of the order in which groups with right and wrong answers of the last rounds come first."""
+        state = self.follower.view.state
+        since = max(0, (state.round if state else 0) - TEACHING_ROUNDS)
+        page = RolloutPage([], None, 0)
+        with self._lock:
+            if after is None or not after.startswith(REST):
+                page = self._page(replace(filters, teaching_since=since), after, limit, True)
+                if page.next is not None:
+                    return page
+                after = REST
+            if len(page.rollouts) == limit:
+                return replace(page, next=REST)
+            rest = replace(filters, not_teaching_since=since)
+            more = self._page(rest, after.removeprefix(REST), limit - len(page.rollouts), True)
+        following = None if more.next is None else f"{REST}{more.next}"
+        return RolloutPage([*page.rollouts, *more.rollouts], following, page.unreadable + more.unreadable)
 
     def _page(self, filters: RolloutFilter, after: str | None, limit: int, keys: bool) -> RolloutPage:
         start = cursor(after)
@@ -106,7 +132,7 @@ class RolloutReader:
         else:
             nodes = sorted(view.nodes)
         newest = state.round if filters.round is None else min(filters.round, state.round)
-        oldest = 0 if filters.round is None else filters.round
+        oldest = (filters.teaching_since or 0) if filters.round is None else filters.round
         if start:
             newest = min(newest, start[0])
         for number in range(newest, oldest - 1, -1):
@@ -170,7 +196,10 @@ class RolloutReader:
                     question=rollout.prompt[:LONGEST],
                     answer=real.answer[:LONGEST] if real and real.answer is not None else None,
                     reward=sum(rewards) / len(rewards),
-                    completions=[_completion(answer, advantage) for answer, advantage in list(texts)[:MAX_COMPLETIONS]],
+                    best=1.0
+                    + (max(0.0, self._environment.ending_reward(real, True)) if real and self._environment else 0),
+                    tests=self._tests(real),
+                    completions=[self._completion(given, real) for given in list(texts)[:MAX_COMPLETIONS]],
                 )
             )
         return rows
@@ -198,15 +227,30 @@ class RolloutReader:
         assert self._environment is not None
         return Conversation(manifest, self._environment, round, fetch, lambda *why: None, members=sorted(peers))
 
+    def _completion(self, given: tuple[Answer, float], question: Question | None) -> ShownCompletion:
+        answer, advantage = given
+        text, right = answer.response, answer.reward
+        if question is not None and self._environment is not None:
+            right = self._environment.credit(answer.reward)
+        right = min(1.0, max(0.0, right))
+        return ShownCompletion(text[:LONGEST], answer.reward, advantage, right, not answer.ended, len(text) > LONGEST)
+
+    def _tests(self, question: Question | None) -> list[ShownTest]:
+        if question is None or self._environment is None:
+            return []
+        found = self._environment.tests(question)[:MAX_TESTS]
+        return [ShownTest(call[:LONGEST_TEST], expected[:LONGEST_TEST]) for call, expected in found]
+
     def close(self) -> None:
         if self._environment is not None:
             with suppress(OSError):
                 self._environment.close()
 
 
-def _completion(answer: Answer, advantage: float) -> ShownCompletion:
-    text = answer.response
-    return ShownCompletion(text[:LONGEST], answer.reward, advantage, not answer.ended, len(text) > LONGEST)
+def teaches(row: RolloutRow) -> bool:
+    """Tell whether a group has right and wrong answers."""
+    shares = [text.right for text in row.completions]
+    return max(shares) >= 1.0 > min(shares)
 
 
 def advantages(rewards: list[float]) -> list[float]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Literal
 
+from rl_swarm.monitor import feed, standings
 from rl_swarm.monitor.condition import condition, last_sign
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.node_history import by_stage
@@ -17,7 +18,6 @@ from rl_swarm.monitor.records import (
     NodeCurves,
     NodeDetail,
     NodePage,
-    NodeRow,
     Overview,
     TaskScore,
 )
@@ -105,11 +105,7 @@ def health(follower: Follower) -> Health:
 
 def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 100) -> NodePage:
     """Return the leaderboard, best first; with `search`, the nodes whose name, id or model contains it."""
-    sought = search.strip().lower()
-    with follower.lock:
-        found = [(rank, view) for rank, view in enumerate(_ranked(follower), 1) if _fits(view, sought)]
-        rows = [_row(follower, rank, view) for rank, view in found[offset : offset + limit]]
-    return NodePage(len(found), offset, rows)
+    return standings.page(follower, search, offset=offset, limit=limit)
 
 
 def node(follower: Follower, name: str) -> NodeDetail | None:
@@ -118,7 +114,8 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
         view = find(follower, name)
         if view is None or view.node not in follower.histories:
             return None
-        row = _row(follower, _ranked(follower).index(view) + 1, view)
+        ranked = standings.standings(follower)
+        row = next(row for row in ranked.rows if row.node == view.node)
         history, peer = follower.histories[view.node], view.peer
         scores = [_by_task(line) for line in (view.start, view.now)]
         memory = [value for value in history.curves.points("peak_memory", history.curves.stride) if value]
@@ -168,7 +165,7 @@ def lines(
     """Return a metric of the best nodes over the rounds and of those in `also`, and mean and spread of all nodes."""
     name = "sampled" if metric == HELD_OUT else metric
     with follower.lock:
-        views = _ranked(follower)
+        views = standings.standings(follower).views
         held_out = metric == HELD_OUT
         curves = [follower.histories[v.node].held_out if held_out else follower.histories[v.node].curves for v in views]
         step = stride_for(curves, points)
@@ -250,17 +247,21 @@ def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 
     )
 
 
-def events(follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100) -> EventPage:
-    """Return events, newest first."""
+def events(
+    follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100, lessons: bool = False
+) -> EventPage:
+    """Return events, newest first; with `lessons`, also from whom others learned in the last rounds."""
     with follower.lock:
         view = find(follower, node) if node else None
+        taught = follower.once("taught", lambda: feed.taught(follower)) if lessons else []
         found = [
             event
-            for event in follower.events
+            for event in (*follower.events, *taught)
             if (not node or (view is not None and event.node == view.node)) and kind in ("", event.event)
         ]
-    found.sort(key=lambda event: -event.timestamp)
-    return EventPage(len(found), offset, found[offset : offset + limit])
+        found.sort(key=lambda event: -event.timestamp)
+        shown = [feed.named(follower, event) for event in found[offset : offset + limit]]
+    return EventPage(len(found), offset, shown)
 
 
 def find(follower: Follower, name: str) -> NodeView | None:
@@ -270,43 +271,6 @@ def find(follower: Follower, name: str) -> NodeView | None:
         if name and name in (view.node, view.peer.peer_id if view.peer else ""):
             return view
     return next((view for view in nodes if view.name == name), None)
-
-
-def _ranked(follower: Follower) -> list[NodeView]:
-    """Sort the nodes, best first."""
-    state = follower.view.state
-    order = {peer_id: k for k, (peer_id, _) in enumerate(state.leaderboard())} if state else {}
-    views = [view for view in list(follower.view.nodes.values()) if view.node in follower.histories]
-    views.sort(key=lambda v: (order.get(v.peer.peer_id, len(order)) if v.peer else len(order), v.node))
-    return views
-
-
-def _fits(view: NodeView, sought: str) -> bool:
-    known = (view.peer.peer_id, view.peer.model) if view.peer else ()
-    return sought in "\n".join((view.name, view.node, *known)).lower()
-
-
-def _row(follower: Follower, rank: int, view: NodeView) -> NodeRow:
-    trend = len(view.rounds) > TREND_ROUNDS
-    return NodeRow(
-        rank=rank,
-        node=view.node,
-        name=view.name,
-        peer_id=view.peer.peer_id if view.peer else "",
-        model=view.peer.model if view.peer else "",
-        alive=view.alive,
-        round=view.last.round if view.last else None,
-        participation=view.member.participation if view.member else 0,
-        reward=number(view.reward()) if view.has_reward else None,
-        total_reward=(number(view.member.reward) or 0.0) if view.member else 0.0,
-        trend=number(view.reward() - view.reward(before=TREND_ROUNDS)) if trend else None,
-        wins=view.member.wins if view.member else 0,
-        held_out_start=number(view.start["sampled"]) if view.start else None,
-        held_out_now=number(view.now["sampled"]) if view.now else None,
-        tokens_per_second=_speed(view),
-        external_share=follower.histories[view.node].external_share,
-        role=view.role,
-    )
 
 
 def _speed(view: NodeView) -> float | None:

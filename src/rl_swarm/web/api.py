@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
 from rl_swarm.monitor import records as r
-from rl_swarm.monitor import snapshot, swarm_map
+from rl_swarm.monitor import snapshot, standings, swarm_map
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.runs import Runs
@@ -96,11 +96,20 @@ def create_app(
 
     @app.get("/api/nodes", response_model=r.NodePage, responses=OR_CSV)
     def nodes(
-        swarm: Swarm, search: Name = "", offset: Offset = 0, limit: Limit = 100, format: Format = "json"
+        swarm: Swarm,
+        search: Name = "",
+        sort: standings.Column = "held_out_now",
+        descending: bool = True,
+        first: Annotated[list[Name], Query(max_length=12, description="Nodes that come before all others.")] = [],  # noqa: B006
+        offset: Offset = 0,
+        limit: Limit = 100,
+        format: Format = "json",
     ) -> object:
-        """Return the leaderboard, best first."""
-        page = snapshot.nodes(swarm, search, offset, limit)
-        return as_json(page) if format == "json" else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
+        """Return the leaderboard, sorted by a column; nodes without a value come last. As CSV it has all nodes."""
+        if format == "csv":
+            page = standings.page(swarm, search, sort, descending, first, limit=None)
+            return as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes, but=("spark",)))
+        return as_json(standings.page(swarm, search, sort, descending, first, offset, limit, sparks=True))
 
     @app.get("/api/nodes/{node}", responses=OR_NOT)
     def node(swarm: Swarm, node: str) -> r.NodeDetail:
@@ -161,10 +170,19 @@ def create_app(
         max_reward: Reward = None,
         after: Annotated[str | None, Query(max_length=100, description="`next` of the previous page.")] = None,
         limit: Annotated[int, Query(ge=1, le=100)] = 10,
+        order: Annotated[
+            Literal["teaching", "newest"] | None,
+            Query(description="teaching: first those of the last rounds with right and wrong answers."),
+        ] = None,
         format: Format = "json",
     ) -> object:
-        """Return questions and the models' answers, the newest round first."""
-        page = reader.page(RolloutFilter(round, node, task, min_reward, max_reward), after, limit)
+        """Return questions and the models' answers, the newest round first.
+
+        Unless a round or an order is asked for, the order is `teaching`.
+        """
+        filters = RolloutFilter(round, node, task, min_reward, max_reward)
+        is_teaching = order == "teaching" or (order is None and round is None)
+        page = reader.teaching_page(filters, after, limit) if is_teaching else reader.page(filters, after, limit)
         return page if format == "json" else as_csv("rollouts", tables.rollouts_csv(page.rollouts))
 
     @app.get("/api/events", response_model=r.EventPage, responses=OR_CSV)
@@ -172,7 +190,7 @@ def create_app(
         swarm: Swarm, node: Name = "", kind: Name = "", offset: Offset = 0, limit: Limit = 100, format: Format = "json"
     ) -> object:
         """Return events, newest first."""
-        page = snapshot.events(swarm, node, kind, offset, limit)
+        page = snapshot.events(swarm, node, kind, offset, limit, lessons=True)
         return page if format == "json" else as_csv("events", tables.records_csv(r.Event, page.events))
 
     @app.get("/api/runs", response_model=r.RunPage, responses=OR_CSV)

@@ -32,9 +32,9 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     return out.getvalue()
 
 
-def records_csv(kind: type, rows: Iterable[object]) -> str:
-    """Write records of one kind, a column per field."""
-    names = [field.name for field in fields(kind)]
+def records_csv(kind: type, rows: Iterable[object], but: Sequence[str] = ()) -> str:
+    """Write records of one kind, a column per field, without some."""
+    names = [field.name for field in fields(kind) if field.name not in but]
     return csv_text(names, ([getattr(row, name) for name in names] for row in rows))
 
 

@@ -164,6 +164,16 @@ class Coding(Environment):
     def credit(self, reward: float) -> float:
         return 1.0 if reward >= answers.RIGHT - answers.ENDED else 0.0
 
+    def tests(self, question: Question) -> list[tuple[str, str]]:
+        if question.role:
+            return []
+        if question.parents:  # a proposal: it is read, and not checked
+            proposal = question.parents[0]
+            task = proposals.read(*_key(proposal.question, proposal.texts[0])).task
+        else:
+            task = self.drawn(question.number, question.seed)
+        return [(test.call, test.expected) for test in task.tests] if task else []
+
     def well_formed(self, text: str) -> bool:
         return answers.program(text) is not None
 

@@ -82,8 +82,7 @@ export function table(caption, columns, rows, empty = "Nothing yet.") {
 }
 
 // A text that folds when it is long.
-export function folding(text, label) {
-  const body = h("pre", {}, text);
+export function folding(text, label, body = h("pre", {}, text)) {
   if (text.length < 700 && text.split("\n").length < 12) return body;
   body.classList.add("folded");
   const button = h("button", { type: "button", "aria-expanded": "false", "aria-label": `Show all of ${label}`, onclick: () => {

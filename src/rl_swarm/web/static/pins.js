@@ -29,3 +29,5 @@ export function onchange(tell) {
 }
 
 export const pins = { all, has, toggle, onchange };
+
+addEventListener("storage", (event) => event.key?.endsWith(KEY) && listeners.forEach((tell) => tell())); // another tab

@@ -13,11 +13,20 @@ export const WORDS = {
   "Nodes": "A node is a process that owns one model, answers questions with it and trains it.",
   "Tasks": "Kinds of questions whose answers can be checked, such as sums.",
   "Rollouts": "A rollout is one question with all answers that a node's model wrote: what nodes share.",
+  "Test score": "Share of right answers to a fixed set of questions that training never sees: at the start, and now.",
+  "Total reward": "The rewards of all rounds, added up, as the coordinator counted them.",
+  "Trend": "How the reward of the last 20 rounds differs from that of the 20 before.",
+  "Votes": "Each round a node gives one vote: to the peer whose answers had the highest mean reward there.",
+  "Advantage": "How much better or worse an answer is than the mean of its group, in standard deviations. Training makes the better ones likelier.",
+  "Rounds": "In how many rounds the node has taken part.",
 };
 
-// A label with its explanation, which the keyboard and a touch reach too.
+// The "?" of a label, which the keyboard and a touch reach too.
+export const why = (label, said = WORDS[label]) =>
+  h("button", { type: "button", class: "why", "aria-label": `What is ${label}?` }, "?", h("span", { class: "tip", role: "tooltip" }, said));
+
+// A label with its explanation.
 export function term(label, said = WORDS[label]) {
   if (!said) return label;
-  return h("span", { class: "term" }, h("span", {}, label),
-    h("button", { type: "button", class: "why", "aria-label": `What is ${label}?` }, "?", h("span", { class: "tip", role: "tooltip" }, said)));
+  return h("span", { class: "term" }, h("span", {}, label), why(label, said));
 }
