@@ -7,6 +7,21 @@ from rl_swarm.monitor.run_reader import Phase
 
 
 @dataclass(frozen=True)
+class ChangedAnswer:
+    """Holds a question that no node trained on, with a node's first and last answer to it; the texts are one line."""
+
+    question: str
+    before: str
+    after: str
+    before_right: bool
+    after_right: bool
+    key: str | None  # the right answer, where there is one
+    task: str
+    node: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Overview:
     name: str
     address: str
@@ -30,6 +45,8 @@ class Overview:
     held_out_start: float | None
     held_out_now: float | None
     held_out_protocol: str  # questions, samples and temperature of these
+    headline: str  # the run in one sentence; empty while there is no held-out score
+    example: ChangedAnswer | None  # an answer that changed as the score did
     external_share: float | None  # of the groups trained on
     has_logs: bool  # the nodes' logs can be read
     unreadable_lines: int  # in these logs

@@ -6,6 +6,7 @@ from statistics import median_high
 from typing import Literal
 
 from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.headline import headline
 from rl_swarm.monitor.node_history import by_stage
 from rl_swarm.monitor.records import (
     EventPage,
@@ -38,6 +39,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
         nodes, histories = list(view.nodes.values()), list(follower.histories.values())
         own, external = sum(t.own_groups for t in histories), sum(t.external_groups for t in histories)
         rewards = [node.reward() for node in nodes if node.has_reward]
+        told = headline(nodes, view.phase in ("finished", "stopped"))
         return Overview(
             name=manifest.name if manifest else "",
             address=view.address.text,
@@ -61,6 +63,8 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             held_out_start=view.mean_held_out("start"),
             held_out_now=view.mean_held_out("now"),
             held_out_protocol=view.held_out_protocol(),
+            headline=told.sentence,
+            example=told.example,
             external_share=external / (own + external) if own + external else None,
             has_logs=any(node.rounds or node.held_out for node in nodes),
             unreadable_lines=sum(node.unreadable_lines for node in nodes),
