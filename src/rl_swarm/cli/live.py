@@ -82,7 +82,7 @@ def watch(view: RunView, console: Console, stop: threading.Event) -> None:
             stop.wait(DRAW_SECONDS)
 
 
-def print_once(view: RunView, console: Console) -> None:
+def print_once(view: RunView, console: Console, every: bool = False) -> None:
     drawing = Drawing(view)
     drawing.refresh()
     console.print(drawing.draw(console.width))

@@ -16,6 +16,7 @@ from rl_swarm.cli.models import for_model
 from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.errors import INTERRUPTED
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.warmup import RATE, WarmupError, make_examples, save, step_count, train
 from rl_swarm.node.evaluation import evaluate as score
@@ -67,7 +68,7 @@ def warmup(
         result = _warm_up(model, settings, out, examples, epochs, questions, samples, progress)
     except KeyboardInterrupt:
         console.print("Stopped. Nothing was written.")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     if as_json:
         print(json.dumps(msgspec.to_builtins(result), indent=2))
     else:

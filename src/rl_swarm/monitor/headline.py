@@ -25,11 +25,11 @@ class Headline:
 
 def headline(nodes: Sequence[NodeView], finished: bool) -> Headline:
     """Compare the first held-out scores of the nodes with their last ones."""
-    firsts = [(node, first) for node in nodes if (first := _score(node.start)) is not None]
+    firsts = [(node, first) for node in nodes if (first := score_of(node.start)) is not None]
     pairs = [
         (node, first, now)
         for node, first in firsts
-        if node.now is not node.start and (now := _score(node.now)) is not None
+        if node.now is not node.start and (now := score_of(node.now)) is not None
     ]
     if not pairs:
         if finished or not firsts:
@@ -61,7 +61,7 @@ def _percent(shares: Sequence[float]) -> int:
     return round(100 * mean(shares))
 
 
-def _score(line: Line | None) -> float | None:
+def score_of(line: Line | None) -> float | None:
     """Return the score of a line of a log. A peer wrote it, so it may be no share at all."""
     score = number(line.get("sampled")) if line else None
     return score if score is not None and 0 <= score <= 1 else None

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError
 from rl_swarm.protocol.rollouts import Group, Publication, RolloutId
 
 
-class StrategyError(UserError):
+class StrategyError(UsageError):
     """Reports a strategy that cannot be used; the message says what would work."""
 
 
