@@ -14,6 +14,7 @@ from rl_swarm.cli import StopRequest, catch_signals, dashboard, end_if_stopped, 
 from rl_swarm.cli.dashboard import say
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.runs import remove
+from rl_swarm.cli.steps import SwarmProgress, step, steps_of_log
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UsageError, UserError
@@ -111,23 +112,36 @@ def _tend(
 ) -> None:
     """Run the swarm until it has finished or is interrupted. Its nodes have saved by then, whatever happens here."""
     try:
-        swarm.start(interrupted)
-        if interrupted.is_set():
-            return
-        with (
-            dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted),
-            LiveView(RunView(root), console) as live,
-        ):
-            while not interrupted.is_set() and swarm.tend():
-                live.update(swarm.restarts)
-                interrupted.wait(0.25)
-            live.update(swarm.restarts)
+        with LiveView(RunView(root), console, settings.swarm.nodes, sums_up=False) as live:
+            live.update()
+            swarm.start(interrupted)
+            if interrupted.is_set():
+                return
+            _show(swarm, live, root, settings, private_log, console, interrupted)
     finally:
         try:
             if interrupted.is_set() and has_begun(root):
                 say(console, "Stopping: the nodes save their state. (Ctrl-C again ends them at once.)")
         finally:
-            swarm.stop()
+            with step("the nodes save and leave", console):
+                swarm.stop()
+
+
+def _show(
+    swarm: SwarmProcesses,
+    live: LiveView,
+    root: Path,
+    settings: Settings,
+    private_log: Path,
+    console: Console,
+    interrupted: StopRequest,
+) -> None:
+    """Serve the page and draw the swarm until its processes have ended or it is interrupted."""
+    with dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted):
+        while not interrupted.is_set() and swarm.tend():
+            live.update(swarm.restarts)
+            interrupted.wait(0.25)
+        live.update(swarm.restarts)
 
 
 def _stopped(view: RunView, root: Path) -> str:
@@ -202,9 +216,12 @@ def run_process(role: str, address: Path | str, settings: Settings) -> None:
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     if role == "coordinator":
         preflight.check_tasks(settings)
-    start_logging(settings.telemetry, settings.storage, Path(), role, terminal=True)
     stop = catch_signals()
-    (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
+    progress = None if is_url(address) else SwarmProgress(RunView(address))
+    with steps_of_log("starting", progress) as follow:
+        start_logging(settings.telemetry, settings.storage, Path(), role, terminal=True)
+        follow()
+        (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
     end_if_stopped(stop)
 
 

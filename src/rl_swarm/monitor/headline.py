@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_swarm.monitor.records import ChangedAnswer
+from rl_swarm.monitor.records import AnswerPair
 from rl_swarm.monitor.run_reader import NodeView
 from rl_swarm.monitor.series import number
 from rl_swarm.node.evaluation import mean
@@ -20,7 +20,7 @@ Line = Mapping[str, Any]
 @dataclass(frozen=True)
 class Headline:
     sentence: str  # empty while there is no score
-    example: ChangedAnswer | None  # an answer that changed as the score did
+    example: AnswerPair | None
 
 
 def headline(nodes: Sequence[NodeView], finished: bool) -> Headline:
@@ -42,11 +42,12 @@ def headline(nodes: Sequence[NodeView], finished: bool) -> Headline:
     rounds = f"{counted(max(0, played), 'round')}{'' if finished else ' so far'}"
     if start == end:
         change = f"stayed at {start} % on unseen questions over {rounds}"
-        return Headline(f"{counted(len(pairs), 'model')} {change}.", None)
+        example = _example([node for node, *_ in pairs[:MAX_NODES_SEARCHED]], (False, False))
+        return Headline(f"{counted(len(pairs), 'model')} {change}.", example)
     gain = 1 if end > start else -1
     change = f"{'went' if gain > 0 else 'fell'} from {start} % to {end} % on unseen questions in {rounds}"
     most_changed = heapq.nlargest(MAX_NODES_SEARCHED, pairs, key=lambda pair: (pair[2] - pair[1]) * gain)
-    example = _example([node for node, *_ in most_changed], gain > 0)
+    example = _example([node for node, *_ in most_changed], (gain < 0, gain > 0))
     return Headline(f"{counted(len(pairs), 'model')} {change}.", example)
 
 
@@ -67,29 +68,29 @@ def score_of(line: Line | None) -> float | None:
     return score if score is not None and 0 <= score <= 1 else None
 
 
-def _example(nodes: Sequence[NodeView], better: bool) -> ChangedAnswer | None:
-    """Find an answer that became right, or wrong, of the node that changed most; the plainest one of that node."""
+def _example(nodes: Sequence[NodeView], right: tuple[bool, bool]) -> AnswerPair | None:
+    """Find an answer that was `right` before and after or not: the plainest one of the first node that has any."""
     for node in nodes:
-        if found := list(_changed(node, better)):
+        if found := list(_pairs(node, right)):
             return min(found, key=_plainness)
     return None
 
 
-def _plainness(example: ChangedAnswer) -> tuple[bool, bool, int]:
+def _plainness(example: AnswerPair) -> tuple[bool, bool, int]:
     """Order examples: at first those whose wrong answer does not hold the key, and says something; then short ones."""
     wrong = example.before if example.after_right else example.after
     holds_key = example.key is not None and example.key in wrong
     return holds_key, not wrong, len(example.question) + len(example.before) + len(example.after)
 
 
-def _changed(node: NodeView, better: bool) -> Iterator[ChangedAnswer]:
+def _pairs(node: NodeView, right: tuple[bool, bool]) -> Iterator[AnswerPair]:
     before, after = _examples(node.start), _examples(node.now)
     for asked, first in before.items():
         second = after.get(asked)
-        if second is None or (first["reward"] == 1, second["reward"] == 1) != (not better, better):
+        if second is None or (first["reward"] == 1, second["reward"] == 1) != right:
             continue
         key = first.get("answer")
-        yield ChangedAnswer(
+        yield AnswerPair(
             question=clean(asked[1], LONGEST_QUESTION),
             before=clean(first["completion"], LONGEST_ANSWER),
             after=clean(second["completion"], LONGEST_ANSWER),

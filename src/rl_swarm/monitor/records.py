@@ -7,7 +7,7 @@ from rl_swarm.monitor.run_reader import Phase
 
 
 @dataclass(frozen=True)
-class ChangedAnswer:
+class AnswerPair:
     """Holds a question that no node trained on, with a node's first and last answer to it; the texts are one line."""
 
     question: str
@@ -46,7 +46,7 @@ class Overview:
     held_out_now: float | None
     held_out_protocol: str  # questions, samples and temperature of these
     headline: str  # the run in one sentence; empty while there is no held-out score
-    example: ChangedAnswer | None  # an answer that changed as the score did
+    example: AnswerPair | None  # became right, or wrong, as the score rose or fell; still wrong where it stayed
     external_share: float | None  # of the groups trained on
     has_logs: bool  # the nodes' logs can be read
     unreadable_lines: int  # in these logs
