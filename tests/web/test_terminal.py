@@ -22,12 +22,15 @@ from rich.cells import cell_len
 from rich.console import Console
 from small_runs import SmallRun
 
-from rl_swarm.cli.running import list_runs
+from benchmarks.lib.paths import STATE
+from rl_swarm.cli.live import print_once
+from rl_swarm.cli.runs import list_runs
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.experiment import drawing as standing
 from rl_swarm.experiment.progress import ArmState, ExperimentState
 from rl_swarm.monitor import snapshot
-from rl_swarm.monitor.drawing import Drawing, clock, curve, packed, plain
+from rl_swarm.monitor.charts import bar, chart, curve, spread
+from rl_swarm.monitor.drawing import Drawing, clock, packed, plain
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.protocol.identity import Identity, animal_name
@@ -145,7 +148,8 @@ def test_what_models_wrote_is_text_in_the_summary_of_a_run_too(tmp_path: Path) -
     print_summary(RunView.open(run.root), 1.0, console)
     assert isinstance(console.file, io.StringIO)
     seen = console.file.getvalue()
-    assert seen.count("[red]markup[/]") == 4, "a task, a question, and two answers"
+    assert seen.count("[red]markup[/]") == 3, "a question, and two answers"
+    assert "1 model stayed at 50 % on unseen questions" in seen
     assert "[red]/run" in seen and harmless(seen)
 
 
@@ -185,6 +189,84 @@ def test_numbers_of_strangers_are_short_and_harmless(tmp_path: Path) -> None:
     assert [clock(seconds) for seconds in (61.0, -1.0, float("inf"), float("nan"))] == ["1:01", "?", "?", "?"]
 
 
+def crowded(tmp_path: Path, nodes: int = 40) -> SmallRun:
+    """Write a swarm of many nodes, of which the last three are offline."""
+    run = SmallRun(tmp_path / "run", nodes=nodes, total=5)
+    for identity in run.identities[-3:]:
+        run.join(identity, NOBODY)
+    for number, identity in enumerate(run.identities):
+        run.score(identity, "now", number / nodes)
+    return run
+
+
+def test_a_large_swarm_is_summed_up_on_one_screen_and_listed_when_asked(tmp_path: Path) -> None:
+    run = crowded(tmp_path)
+    run.tick()
+    gone = [animal_name(identity.peer_id) for identity in run.identities[-3:]]
+    for height in (None, 24, 40):
+        seen = drawn(run, 80, height)
+        assert len(seen.splitlines()) < (height or 40) and "and 30 more" in seen and "--all" in seen
+        assert "37 of 40 nodes online" in seen and "held-out scores of 40 nodes" in seen
+        assert "lowest 0.00 · 10 % below 0.10 · half below 0.50 · 10 % above 0.88 · highest 0.97" in seen
+        assert all(name in next(line for line in seen.splitlines() if "offline: " in line) for name in gone[:2])
+    assert sum(bool(re.match(r" *\d+  ", line)) for line in seen.splitlines()) == 10
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    print_once(RunView(run.root), console, every=True)
+    assert isinstance(console.file, io.StringIO)
+    every = console.file.getvalue()
+    assert all(animal_name(identity.peer_id) in every for identity in run.identities) and "more" not in every
+
+
+def test_a_wide_terminal_shows_the_curve_and_the_events_beside_the_table(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=3, total=9)
+    for step in range(4):
+        run.play(more=step / 10)
+    wide, narrow = drawn(run, 200).splitlines(), drawn(run, 80).splitlines()
+    first = next(line for line in wide if re.match(rf"1  {animal_name(run.identities[0].peer_id)} ", line))
+    assert "█" in "".join(wide) and any(line.rstrip().endswith(" joined  with tiny") for line in wide)
+    assert len(wide) < 24 and any("round 1 to 4" in line for line in wide)
+    assert cell_len(first.rstrip()) > 100 and max(cell_len(line.rstrip()) for line in wide) <= 200
+    assert not any("round 1 to 4" in line for line in narrow)
+
+
+def test_before_the_first_round_it_says_which_step_the_nodes_are_at(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=5)
+    (run.root / STATE).unlink()
+    shutil.move(run.root / "peers", tmp_path / "peers")
+    drawing = Drawing(RunView(run.root), wanted=4)
+
+    def step() -> str:
+        overview = drawing.refresh(now=True)
+        return drawing.status(overview, 80).plain
+
+    assert step() == "loading the model, 2 of 4 nodes ready"
+    drawing.wanted = 2
+    assert step() == "first answers to the unseen questions, 0 of 2 nodes ready"
+    shutil.move(tmp_path / "peers", run.root / "peers")
+    assert step() == "2 nodes ready, the first round begins"
+    overview = drawing.refresh()
+    moving = {drawing.status(overview, 80, seconds).plain[0] for seconds in (60.0, 60.2, 60.4)}
+    assert len(moving) == 3 and drawing.status(overview, 80, 61.0).plain[2:].startswith("1:01  2 nodes")
+
+
+def test_the_bar_has_its_own_colours_and_shows_without_any() -> None:
+    half, whole = bar(5, 10, 20), bar(10, 10, 20)
+    assert half.plain == "━" * 10 + "┄" * 10 and whole.plain == "━" * 20
+    assert bar(0, 0, 4).plain == "┄" * 4 and bar(9, 3, 4).plain == "━" * 4
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
+    console.print(half, whole)
+    assert isinstance(console.file, io.StringIO)
+    codes = set(re.findall(r"\x1b\[([0-9;]+)m", console.file.getvalue()))
+    assert codes == {"36", "90", "32", "0"}, "cyan, grey, green: nothing red"
+
+
+def test_a_chart_has_the_highest_and_the_lowest_value_beside_it() -> None:
+    lines = [line.plain for line in chart([0.1, 0.2, None, 0.9], 11, 3)]
+    assert lines == ["  0.90    █", "          █", "  0.10 ▁▄ █"]
+    assert chart([], 40, 8) == [] and chart([0.5], 3, 8) == []
+    assert [line.plain.strip()[-1] for line in spread([1.0, 1.0], 60)[:1]] == ["2"]
+
+
 def test_curves_and_facts_in_characters() -> None:
     assert curve([0.0, None, 0.5, 1.0]) == "▁ ▅█" and curve([0.3, 0.3]) == "▁▁" and curve([None]) == ""
     assert packed(["one", "two", "three"], 9) == ["one · two", "three"]
@@ -198,7 +280,7 @@ def test_without_a_terminal_it_is_shown_once(tmp_path: Path) -> None:
     assert all(animal_name(identity.peer_id) in seen for identity in swarm.identities)
     assert run(tmp_path, "status", "run", timeout=240) == (0, seen)
     code, said = run(tmp_path, "watch", "run", "--tui", "--port", "9000", timeout=240)
-    assert code == 1 and "--port" in said
+    assert code == 2 and "--port" in said
     code, said = run(tmp_path, "watch", "nowhere", "--tui", timeout=240)
     assert code == 1 and "nowhere is no swarm" in said and "Traceback" not in said
 
@@ -231,7 +313,7 @@ def test_in_a_terminal_it_moves_until_ctrl_c(tmp_path: Path) -> None:
         until_seen(b"round 2/9")
         process.send_signal(signal.SIGINT)
         until_seen(b"\x1b[?25h")  # the cursor is back
-        assert process.wait(120) == 0
+        assert process.wait(120) == 130
     finally:
         end(process)
         os.close(ours)

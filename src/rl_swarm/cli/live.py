@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.segment import Segment
 
 from rl_swarm.monitor import snapshot
-from rl_swarm.monitor.drawing import FRAMES_PER_SECOND, Drawing, clock
+from rl_swarm.monitor.drawing import FRAMES_PER_SECOND, MAX_LISTED, Drawing, clock
 from rl_swarm.monitor.records import Overview
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.plural import counted
@@ -115,5 +115,6 @@ def watch(view: RunView, console: Console, stop: threading.Event) -> None:
 def print_once(view: RunView, console: Console, every: bool = False) -> None:
     """Print the swarm as it is; all nodes of a large one only if `every` is set."""
     drawing = Drawing(view)
-    drawing.refresh()
-    console.print(drawing.draw(console.width, every=every))
+    crowd = drawing.refresh().nodes > MAX_LISTED and not every
+    height = console.height if crowd and console.is_terminal else None  # many nodes on one screen
+    console.print(drawing.draw(console.width, height, every=every))

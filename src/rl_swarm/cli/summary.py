@@ -67,16 +67,22 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         rewards = run.rewards(run.manifest.stages)
         console.print(f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}")
     console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}")
-    call = program()
-    console.print(
-        "\n[bold]Next[/]\n"
-        f"  {call} validate {_typed(run)}    is this run sound?\n"
-        f"  {call} watch {_typed(run)}    its curves and rollouts in a browser\n"
-        f"  {call} up{_environment(run)} --external-groups 0    the same without sharing\n"
-        f"  {call} models    larger models that fit this machine\n"
-        f"  {call} chat {_typed(run)}    talk to {best.name}, the best of them",
-        soft_wrap=True,
+    _print_next(
+        (f"chat {_typed(run)}", f"talk to {best.name}, the best of them"),
+        (f"watch {_typed(run)}", "its curves and rollouts in a browser"),
+        (f"validate {_typed(run)}", "is this run sound?"),
+        (f"up{_environment(run)} --external-groups 0", "the same without sharing"),
+        ("models", "larger models that fit this machine"),
+        console=console,
     )
+
+
+def _print_next(*commands: tuple[str, str], console: Console) -> None:
+    """Print commands as a person may type them, and what each is for."""
+    console.print("\n[bold]Next[/]")
+    wide = max(len(command) for command, _ in commands)
+    for command, what in commands:
+        console.print(f"  {program()} {command:<{wide}}  [dim]{what}[/]", soft_wrap=True)
 
 
 def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
@@ -95,10 +101,10 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
     console.print()
     console.print(table)
     console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}")
-    console.print(
-        f"\n[bold]Next[/]\n  {program()} validate {_typed(run)}    is this run sound?\n"
-        f"  {program()} watch {_typed(run)}    its curves and rollouts in a browser",
-        soft_wrap=True,
+    _print_next(
+        (f"watch {_typed(run)}", "its curves and rollouts in a browser"),
+        (f"validate {_typed(run)}", "is this run sound?"),
+        console=console,
     )
 
 

@@ -58,14 +58,7 @@ def bar(done: int, total: int, width: int) -> Text:
 
 def spread(values: Sequence[float], width: int, bins: int = 8) -> list[Text]:
     """Draw how many values lie in each of equal parts of their range, and the percentiles below."""
-    if not values:
-        return []
-    ordered = sorted(values)
-    low, high = ordered[0], ordered[-1]
-    size = (high - low) / bins
-    counts = [0] * (bins if size > 0 else 1)
-    for value in ordered:
-        counts[min(len(counts) - 1, int((value - low) / size)) if size > 0 else 0] += 1
+    low, size, counts = _binned(values, bins)
     room, most = max(1, width - 2 * LABEL - 10), max(counts)
     lines = []
     for number, count in enumerate(counts):
@@ -73,9 +66,32 @@ def spread(values: Sequence[float], width: int, bins: int = 8) -> list[Text]:
         line = Text(f"{figure(first):>{LABEL}} to {figure(last):<{LABEL - 1}} ", style="dim", no_wrap=True)
         length = max(count > 0, round(count / most * room))
         lines.append(line.append("█" * length, style=BAR).append(f" {count:,}"))
-    places = (("lowest", 0.0), ("a tenth below", 0.1), ("half below", 0.5), ("a tenth above", 0.9), ("highest", 1.0))
+    return [*lines, percentiles(values)]
+
+
+def spread_line(values: Sequence[float], bins: int = 24) -> Text:
+    """Draw the same in one line."""
+    low, size, counts = _binned(values, bins)
+    line = Text(f"{figure(low)} ", style="dim", no_wrap=True, overflow="ellipsis")
+    return line.append(curve(counts), style=BAR).append(f" {figure(low + size * len(counts))}")
+
+
+def percentiles(values: Sequence[float]) -> Text:
+    """Say between which values most of them lie."""
+    ordered = sorted(values)
+    places = (("lowest", 0.0), ("10 % below", 0.1), ("half below", 0.5), ("10 % above", 0.9), ("highest", 1.0))
     told = (f"{name} {figure(ordered[round(place * (len(ordered) - 1))])}" for name, place in places)
-    return [*lines, Text(" · ".join(told), no_wrap=True, overflow="ellipsis")]
+    return Text(" · ".join(told), no_wrap=True, overflow="ellipsis")
+
+
+def _binned(values: Sequence[float], bins: int) -> tuple[float, float, list[int]]:
+    """Count the values in equal parts of their range; return the lowest, the size of a part, and the counts."""
+    low, high = min(values), max(values)
+    size = (high - low) / bins
+    counts = [0] * (bins if size > 0 else 1)
+    for value in values:
+        counts[min(len(counts) - 1, int((value - low) / size)) if size > 0 else 0] += 1
+    return low, size, counts
 
 
 def figure(value: float, digits: int = 2, sign: str = "") -> str:

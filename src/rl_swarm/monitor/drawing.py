@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_swarm.monitor import snapshot
-from rl_swarm.monitor.charts import BAR, bar, chart, curve, figure, spread
+from rl_swarm.monitor.charts import BAR, bar, chart, curve, figure, percentiles, spread, spread_line
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import AnswerPair, Event, NodeRow, Overview
 from rl_swarm.monitor.run_reader import RunView
@@ -103,11 +103,11 @@ class Drawing:
         head += self._facts(overview, width, with_curve=not wide)
         foot: list[RenderableType] = [Text(plain(note), style="yellow") for note in [*_unreadable(overview), *notes]]
         happened = snapshot.events(self.follower, limit=WIDE_EVENTS if wide else MAX_EVENTS).events
-        events: list[RenderableType] = [_event(event) for event in happened]
-        if not wide and events:
+        events: list[RenderableType] = [_event(event, whole=wide) for event in happened]
+        crowd = overview.nodes > MAX_LISTED and not every
+        if not wide and events and not crowd:
             foot = [Text(), *events, *foot]
         room = MAX_ROWS if height is None else max(LEAST_ROWS, height - len(head) - len(foot) - 3)
-        crowd = overview.nodes > MAX_LISTED and not every
         if crowd:
             room = min(room, BEST)
         page = snapshot.nodes(self.follower, limit=MAX_ROWS if crowd else room)
@@ -116,10 +116,11 @@ class Drawing:
         left = max(WIDE // 2, used) if wide else width
         below: list[RenderableType] = []
         if page.total > room:
-            more = " (--all lists them)" if crowd and height is None else ""
+            more = " (`rl-swarm status --all` lists them)" if crowd else ""
             below.append(Text(f"and {page.total - room:,} more{more}", style="dim"))
         if crowd:
-            spare = None if height is None else height - len(head) - len(foot) - room - len(below) - 2
+            used = len(head) + len(foot) + room + len(below) + 2  # the titles, and the prompt
+            spare = None if height is None else height - used
             below += self._crowd(page.nodes, overview, left, spare)
         if not wide:
             return Group(*head, table, *below, *foot)
@@ -130,21 +131,23 @@ class Drawing:
         grid.add_row(Group(table, *below), Group(*beside))
         return Group(*head, Text(), grid, *foot)
 
-    def _crowd(self, rows: Sequence[NodeRow], overview: Overview, width: int, room: int | None) -> list[RenderableType]:
+    def _crowd(self, rows: Sequence[NodeRow], overview: Overview, width: int, room: int | None) -> list[Text]:
         """Sum up a swarm of many nodes: how their scores are spread, and who is offline."""
         scores = [row.held_out_now for row in rows if row.held_out_now is not None]
         what = "held-out scores"
         if not scores:
             scores, what = [row.reward for row in rows if row.reward is not None], "rewards"
-        lines: list[RenderableType] = []
-        if scores:
-            lines += [Text(), Text(f"{what} of {counted(len(scores), 'node')}", style="bold"), *spread(scores, width)]
         offline = [row.name for row in rows if not row.alive] if overview.phase == "running" else []
-        if offline:
-            named = ", ".join(plain(name, 64) for name in offline[:MAX_OFFLINE])
-            more = f" and {len(offline) - MAX_OFFLINE:,} more" if len(offline) > MAX_OFFLINE else ""
-            lines += [Text(), Text(f"offline: {named}{more}", style="yellow")]
-        return lines if room is None or len(lines) <= room else []
+        named = ", ".join(plain(name, 64) for name in offline[:MAX_OFFLINE])
+        more = f" and {len(offline) - MAX_OFFLINE:,} more" if len(offline) > MAX_OFFLINE else ""
+        gone = [_line(f"offline: {named}{more}", style="yellow")] if offline else []
+        if not scores:
+            return gone
+        title = _line("").append(f"{what} of {counted(len(scores), 'node')}", style="bold")
+        whole = [Text(), title, *spread(scores, width), *([Text()] if gone else []), *gone]
+        if room is None or len(whole) <= room:
+            return whole
+        return [title.append("  ").append_text(spread_line(scores)), percentiles(scores), *gone][: max(0, room)]
 
     def _chart(self, width: int) -> list[RenderableType]:
         """Draw the mean reward of the nodes over the rounds."""
@@ -165,7 +168,7 @@ class Drawing:
     def status(self, overview: Overview, width: int, seconds: float | None = None) -> Text:
         """Return the line that says where the run is. With the seconds since the start, it moves."""
         moving = seconds is not None and not (overview.phase == "finished" and not overview.alive)
-        line = _line(f"{spinner(seconds or 0.0)} {clock(seconds)}  " if moving else "", style=BAR)
+        line = _line("").append(f"{spinner(seconds or 0.0)} {clock(seconds)}  " if moving else "", style=BAR)
         if overview.phase == "waiting":
             return line.append(self.start().text)
         done = overview.rounds if overview.phase == "finished" else overview.round
@@ -207,7 +210,7 @@ class Drawing:
         named, more = overview.models[:MAX_MODELS], len(overview.models) - MAX_MODELS
         models = ", ".join(plain(model, 40) for model in named) + (f" and {more} more" if more > 0 else "")
         nodes = counted(overview.nodes, "node")
-        online = f"{overview.alive} of {nodes} online" if overview.phase == "running" else nodes
+        online = f"{overview.alive:,} of {nodes} online" if overview.phase == "running" else nodes
         facts = [online, f"model {models}" if models else ""]
         if overview.reward is not None and not with_curve:
             facts.insert(0, f"reward {figure(overview.reward)}")
@@ -324,13 +327,15 @@ def _table(rows: Sequence[dict[str, Text]], width: int) -> tuple[Table, int]:
     return table, min(width, width - left - GAP)
 
 
-def _event(event: Event) -> Text:
+def _event(event: Event, whole: bool = False) -> Text:
+    """Draw an event in one line, or in as many as it needs."""
     try:
         when = time.strftime("%H:%M:%S", time.localtime(event.timestamp))
     except (OverflowError, ValueError, OSError):  # no time at all
         when = "--:--:--"
     played = f" in round {event.round}" if event.round is not None else ""
     line = _line(f"{when}  {plain(event.name, 64)} {plain(event.event)}{played}", style="dim")
+    line.no_wrap = not whole
     return line.append(f"  {plain(event.detail)}") if event.detail else line
 
 
