@@ -170,7 +170,11 @@ def _message(error: Exception) -> str:
         )
         close = difflib.get_close_matches(option, known, n=1)
         told = f"There is no option {option}." + (f" Did you mean {close[0]}?" if close else "")
-    command = context.command_path.partition(" ")[2] if context else ""
+    words: list[str] = []
+    while context is not None and context.parent is not None:
+        words.insert(0, context.info_name)
+        context = context.parent
+    command = " ".join(words)
     told = " ".join(told.split())
     full_stop = "" if told.endswith((".", "?")) else "."
     return f"{told}{full_stop} `{program()} help{' ' * bool(command)}{command}` explains it."

@@ -103,6 +103,9 @@ def up(
         raise UsageError(
             f"--run {run} and --resume {resume} contradict each other: a run resumes in its own folder. Drop --run."
         )
+    for flag, folder in (("--run", run), ("--resume", resume)):
+        if folder is not None and folder.resolve() == Path.cwd():
+            raise UsageError(f"{flag} names this folder itself. Give a folder of its own, such as runs/mine.")
     if from_base and resume is None:
         raise UsageError("--from-base goes with --resume: a new run always begins with the model.")
     named = parse_assignments(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
@@ -384,7 +387,9 @@ def show(file: Annotated[Path, typer.Argument(help="Any JSON file of a swarm, co
     try:
         found = decode(LocalFiles(file.parent).read(file.name, MAX_BYTES))
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from error
+        raise UserError(
+            f"{file}: {error.strerror}. Give a file of a swarm, such as runs/<name>/manifest.json."
+        ) from error
     except Rejected as error:
         raise UserError(f"{file} is no document of a swarm ({error}).") from error
     print(printable(json.dumps(found, indent=2, ensure_ascii=False)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_swarm.cli import program, quoted
 from rl_swarm.cli.arguments import RUNS, runs_here
 from rl_swarm.config import resolve as config
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, UserError
 from rl_swarm.monitor.headline import score_of
 from rl_swarm.monitor.run_reader import NodeView, RunView
 from rl_swarm.network.address import configured_address, is_url
@@ -37,7 +37,7 @@ def checkpoint_of(model: str | None, node: str | None) -> str:
     """Return the model that the user means: a model by its name, or the best checkpoint of a run."""
     if model is not None and not _is_run(Path(_located(model, quiet=True))):
         if node is not None:
-            raise UserError(
+            raise UsageError(
                 f"--node {node} names a node of a run, and {model} is no run. `{program()} runs` lists yours."
             )
         return model

@@ -40,6 +40,7 @@ from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
+from rl_swarm.web import server
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
@@ -48,6 +49,8 @@ def up(settings: Settings, run: Path | None, resume: Path | None, from_base: boo
     sinks.requested(settings.telemetry, os.environ)  # raises before anything is started
     if resume is None:
         preflight.check(settings)
+    if settings.web.web and server.is_installed():
+        server.check_host(settings.web.web_host)
     root = resume or run or _new_run_directory()
     with only_run_here(root):
         if resume is None and (root / MANIFEST_FILE).exists():
@@ -63,10 +66,13 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     interrupted = catch_signals()
     new = not root.exists()
     private.check(settings.storage, root)  # before anything is made
-    owner = Identity.load_or_create(Path(settings.network.identity_path))
+    key = Path(settings.network.identity_path)
+    if key.exists():
+        Identity.load(key)
     try:
         store = FolderStore.at(root)
         store.make()
+        owner = Identity.load_or_create(key)
         manifest = worker.found(store, settings, root.name, owner)
         run_settings.keep(settings, root, manifest, owner)
     except OSError as error:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rl_swarm.cli import program
 from rl_swarm.cli.dashboard import say
 from rl_swarm.config.settings import Settings
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, UserError
 from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.monitor.headline import headline
 from rl_swarm.monitor.run_reader import RunView
@@ -23,6 +23,8 @@ from rl_swarm.storage.private import swarm_folder
 
 def list_runs(root: Path, as_json: bool = False) -> None:
     """Print every run with its progress and its held-out score."""
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"--root {root} is a file. Give the folder with the runs.")
     views = []
     for folder in _runs(root):
         view = RunView(folder)

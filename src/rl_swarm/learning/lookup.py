@@ -18,6 +18,10 @@ def check(name: str, token: str | None = None) -> None:
     if os.path.isdir(directory := os.path.expanduser(name)):
         _check_directory(name, directory)
         return
+    if os.path.isfile(directory):
+        raise NoSuchModel(
+            f"MODEL_NAME={name} is a file. A model is a directory, a name here, or owner/name on the hub."
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise NoSuchModel(f"MODEL_NAME={name}: there is no such directory.")
     if "/" not in name and (close := difflib.get_close_matches(name.lower(), OFFLINE_NAMES, n=1)):
