@@ -356,9 +356,11 @@ def chat(
 ) -> None:
     """Talk to a model."""
     from rl_swarm.cli.choice import checkpoint_of
+    from rl_swarm.learning import lookup
 
     settings = resolve_settings("chat", {}, None, sets, **flags).settings
     named = checkpoint_of(model, node)
+    lookup.check(named, settings.model.hf_token)  # before anything heavy is imported
     from rl_swarm.cli import models
 
     models.chat(named, settings, prompt)
