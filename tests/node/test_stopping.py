@@ -170,7 +170,7 @@ def test_a_node_and_a_coordinator_that_lose_their_terminal_save_and_leave(tmp_pa
     finally:
         end(node)
         end(coordinator)
-    assert (node.returncode, coordinator.returncode) == (0, 0), outputs
+    assert (node.returncode, coordinator.returncode) == (130, 130), outputs
     assert checkpoints(address) == {"one"}
     assert '"left"' in (address / "logs" / "one" / "training_events.jsonl").read_text()
 

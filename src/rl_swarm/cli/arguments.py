@@ -54,8 +54,9 @@ def _changed(path: Path) -> float:
 
 def complete_run(incomplete: str) -> list[str]:
     """Complete the address of a run: those of this folder first, then any folder."""
-    runs = [str(run) for run in runs_here()]
-    found = [run for run in runs if run.startswith(incomplete) or Path(run).name.startswith(incomplete)]
+    runs = runs_here()
+    found = [str(run) for run in runs if str(run).startswith(incomplete)]
+    found = found or [run.name for run in runs if run.name.startswith(incomplete)]
     if incomplete and not found:
         with suppress(OSError, ValueError):
             above = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
