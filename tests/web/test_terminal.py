@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from processes import RL_SWARM, end, run
+from processes import RL_SWARM, SMALL, end, run
 from rich.cells import cell_len
 from rich.console import Console
 from small_runs import SmallRun
@@ -30,7 +30,7 @@ from rl_swarm.experiment import drawing as standing
 from rl_swarm.experiment.progress import ArmState, ExperimentState
 from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.charts import bar, chart, curve, spread
-from rl_swarm.monitor.drawing import Drawing, clock, packed, plain
+from rl_swarm.monitor.drawing import FRAMES, Drawing, clock, packed, plain
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.protocol.identity import Identity, animal_name
@@ -285,36 +285,93 @@ def test_without_a_terminal_it_is_shown_once(tmp_path: Path) -> None:
     assert code == 1 and "nowhere is no swarm" in said and "Traceback" not in said
 
 
+class Terminal:
+    """Runs a command in a pseudo-terminal of so many columns and 30 lines, and collects what it writes there."""
+
+    def __init__(self, cwd: Path, columns: int, *arguments: str, **environ: str) -> None:
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.seen = b""
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            [*RL_SWARM, *arguments], cwd=cwd, env={**own, "TERM": "xterm-256color", **environ},
+            stdin=theirs, stdout=theirs, stderr=theirs,
+        )  # fmt: skip
+        os.close(theirs)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(self.process)
+        os.close(self.ours)
+
+    def read(self) -> bool:
+        if not select.select([self.ours], [], [], 1.0)[0]:
+            return True
+        try:
+            found = os.read(self.ours, 65536)
+        except OSError:  # the command has closed it
+            return False
+        self.seen += found
+        return bool(found)
+
+    def until(self, words: bytes) -> None:
+        deadline = time.monotonic() + 240
+        while words not in self.seen and self.read():
+            assert time.monotonic() < deadline, self.seen
+        assert words in self.seen, self.seen
+
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen.decode(errors="replace"))
+
+
+def test_up_moves_from_the_first_second_on_and_ends_with_the_sentence(tmp_path: Path) -> None:
+    flags = ["--run", "runs/one", "--nodes", "1", "--rounds", "2", "--device", "cpu", *SMALL]
+    with Terminal(tmp_path, 80, "up", *flags) as terminal:
+        while terminal.read():
+            pass
+        assert terminal.process.wait(240) == 0
+    shown = terminal.text()
+    before = re.split(r"round \d/2", shown)[0]
+    assert "loading the model, 0 of 1 node ready" in before
+    assert len(set(re.findall(f"([{FRAMES}]) 0:0", before))) > 3, "the spinner turns while there is only a process"
+    assert "1 model " in shown and "on unseen questions" in shown and "rl-swarm chat runs/one" in shown
+    colours = set(re.findall(rb"\x1b\[([0-9;]*)m\xe2\x94\x81", terminal.seen))
+    assert colours and not any(b"31" in colour for colour in colours), "the bar is not red"
+
+
+def test_without_colours_the_bar_still_shows_how_much_is_done(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=4)
+    run.play()
+    with Terminal(tmp_path, 60, "status", "run", NO_COLOR="1") as terminal:
+        terminal.until("━━┄".encode())
+        while terminal.read():
+            pass
+    assert not re.findall(rb"\x1b\[[0-9;]*3[0-9]m", terminal.seen)
+
+
+def test_join_and_coordinate_say_what_they_wait_for_and_move(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    with Terminal(tmp_path, 80, "join", "drive/x/swarm", "--set", "poll_interval=0.1") as terminal:
+        (tmp_path / "drive" / "x").mkdir(exist_ok=True)
+        terminal.until(b"waiting for the coordinator")
+        terminal.seen = b""
+        terminal.until("⠴".encode())
+        terminal.until("⠙".encode())
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(120) == 130
+
+
 @pytest.mark.slow
 def test_in_a_terminal_it_moves_until_ctrl_c(tmp_path: Path) -> None:
     swarm = SmallRun(tmp_path / "run", total=9)
     swarm.play()
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process: subprocess.Popen[str] = subprocess.Popen(
-        [*RL_SWARM, "watch", "run", "--tui"],
-        cwd=tmp_path, env={**environ, "TERM": "xterm-256color"}, stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-    os.close(theirs)
-    seen = b""
-
-    def until_seen(words: bytes) -> None:
-        nonlocal seen
-        deadline = time.monotonic() + 240
-        while words not in seen:
-            assert time.monotonic() < deadline, seen
-            if select.select([ours], [], [], 1.0)[0]:
-                seen += os.read(ours, 65536)
-
-    try:
-        until_seen(b"round 1/9")
+    with Terminal(tmp_path, 60, "watch", "run", "--tui") as terminal:
+        terminal.until(b"round 1/9")
         swarm.play()
-        until_seen(b"round 2/9")
-        process.send_signal(signal.SIGINT)
-        until_seen(b"\x1b[?25h")  # the cursor is back
-        assert process.wait(120) == 130
-    finally:
-        end(process)
-        os.close(ours)
-    assert b"Traceback" not in seen and b"\x1b[1A" in seen, "it was drawn in place"
+        terminal.until(b"round 2/9")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until(b"\x1b[?25h")  # the cursor is back
+        assert terminal.process.wait(120) == 130
+    assert b"Traceback" not in terminal.seen and b"\x1b[1A" in terminal.seen, "it was drawn in place"
