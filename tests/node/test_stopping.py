@@ -260,7 +260,7 @@ def test_a_second_up_in_a_running_folder_is_refused_and_changes_nothing(tmp_path
         process.communicate(timeout=400)
     assert process.returncode == 143
     code, output = run(tmp_path, "up", "--run", "other", "--resume", "r")
-    assert code == 1 and "--run other" in output and not (tmp_path / "other").exists()
+    assert code == 2 and "--run other" in output and not (tmp_path / "other").exists()
 
 
 def servers(process: "subprocess.Popen[str]") -> list[psutil.Process]:
