@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from rl_swarm.errors import ConfigError
+from rl_swarm.errors import ConfigError, suggestion
 
 S = TypeVar("S", bound="SectionedSettings")
 Part = TypeVar("Part", bound="SectionedSettings")
@@ -74,6 +74,10 @@ class Setting:
     def is_choice(self) -> bool:
         return get_origin(get_args(self.kind)[0]) is Literal
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return get_args(get_args(self.kind)[0]) if self.is_choice else ()
+
     def convert(self, value: object, origin: str = "", usual: object = None) -> object:
         """Return a value in this setting's type; an error names where the value is from, and the usual one."""
         if self.default is None and value in ("None", "none", "null"):
@@ -87,7 +91,8 @@ class Setting:
             source = f" ({origin})" if origin else ""
             default = "" if usual is None else f" The default is {usual!r}."
             raise ConfigError(
-                f"{self.name}={shown}{source} cannot be used: {error}. What can: {values_of(self.kind)}.{default}"
+                f"{self.name}={shown}{source} cannot be used. What can: {values_of(self.kind)}."
+                f"{default}{suggestion(value, self.choices)}"
             ) from error
 
 

@@ -1,14 +1,19 @@
 """The commands, as a person types them."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import HAS_HIVEMIND, QUICK, RL_SWARM, run, start, state, until
+from processes import HAS_HIVEMIND, QUICK, RL_SWARM, end, run, start, state, until
+from small_runs import SmallRun
 
 import rl_swarm
+from rl_swarm.cli.choice import checkpoint_of
+from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.protocol.identity import Identity
 
@@ -170,3 +175,132 @@ def test_python_dash_m_is_the_same_command() -> None:
     outputs = [subprocess.run([*call, "--version"], capture_output=True, text=True) for call in (RL_SWARM, [script])]
     assert outputs[0].stdout == outputs[1].stdout
     assert rl_swarm.__version__ in outputs[0].stdout
+
+
+PANELS = (
+    "Run a swarm", "Look at it", "Models and this machine", "Identity and admission", "Research", "Help",
+)  # fmt: skip
+
+
+def test_the_help_has_groups_and_help_explains_a_command(tmp_path: Path) -> None:
+    code, listed = run(tmp_path, "--help")
+    places = [listed.index(f"\n{panel}:\n") for panel in PANELS]
+    assert code == 0 and places == sorted(places)
+    assert places[0] < listed.index("\n  up ") < places[1] < listed.index("\n  status ") < places[2]
+    assert run(tmp_path, "help") == (0, listed)
+    assert run(tmp_path, "help", "identity", "new") == run(tmp_path, "identity", "new", "--help")
+    assert run(tmp_path)[0] == 2, "without a command the help is shown, and nothing was done"
+    assert run(tmp_path, "-V") == run(tmp_path, "--version") == (0, f"rl-swarm {rl_swarm.__version__}\n")
+
+
+def apart(cwd: Path, *arguments: str, **environ: str) -> tuple[int, str, str]:
+    """Run a command; return its exit code, and what it prints for programs and for people."""
+    done = subprocess.run(
+        [*RL_SWARM, *arguments], cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, timeout=240,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a run that two nodes played without a model, and an older one."""
+    folder = tmp_path_factory.mktemp("runs-here")
+    for name in ("older", "newest"):
+        made = SmallRun(folder / "runs" / name, nodes=2, total=3)
+        made.play()
+        for number, identity in enumerate(made.identities):
+            made.score(identity, "now", 0.5 + number / 10)
+    os.utime(folder / "runs" / "older" / "state" / "current_state.json", (1, 1))
+    os.utime(folder / "runs" / "older" / "manifest.json", (1, 1))
+    return folder
+
+
+def test_without_an_address_the_newest_run_is_taken_and_named(two_runs: Path) -> None:
+    code, seen, note = apart(two_runs, "status")
+    assert code == 0 and note == "runs/newest, the newest of 2 runs here\n" and seen.startswith("newest  runs/newest")
+    assert "2 models went from 20 % to 55 % on unseen questions in 2 rounds so far." in seen
+    code, seen, note = apart(two_runs, "watch", "--tui")
+    assert code == 0 and "runs/newest" in note and seen.startswith("newest")
+    code, seen, note = apart(two_runs, "status", "older")
+    assert (code, note) == (0, "") and seen.startswith("older  runs/older"), "the name alone is enough"
+    code, seen, note = apart(two_runs, "status", GDRIVE_PATH="drive", EXPERIMENT_NAME="x")
+    assert code == 1 and "drive/experiments/x (GDRIVE_PATH and EXPERIMENT_NAME)" in note
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (["status"], {"headline", "example", "phase", "nodes"}),
+        (["validate"], {"sound", "errors", "notes", "checked", "address"}),
+        (["members", "runs/newest"], {"admission", "owner", "peers"}),
+        (["identity", "show"], {"peer_id", "name", "file"}),
+        (["models"], {"device", "models", "auto"}),
+    ],
+)
+def test_with_json_a_program_gets_one_document_and_nothing_else(
+    two_runs: Path, command: list[str], keys: set[str]
+) -> None:
+    if command[0] == "identity" and not (two_runs / "swarm.pem").exists():
+        run(two_runs, "identity", "new")
+    code, seen, _ = apart(two_runs, *command, "--json")
+    assert code in (0, 1) and keys <= json.loads(seen).keys()
+
+
+def test_runs_are_listed_for_programs_with_what_they_achieved(two_runs: Path) -> None:
+    code, seen, note = apart(two_runs, "runs", "--json")
+    listed = json.loads(seen)
+    assert (code, note) == (0, "") and [one["run"] for one in listed] == ["runs/newest", "runs/older"]
+    assert listed[0]["headline"].startswith("2 models went from 20 % to 55 %") and listed[0]["rounds"] == 3
+    assert json.loads(apart(two_runs, "runs", "--root", "none", "--json")[1]) == []
+    code, seen, note = apart(two_runs, "status", "nowhere", "--json")
+    assert (code, seen) == (1, "") and "no swarm" in note, "an error is no document"
+
+
+def test_the_best_checkpoint_of_a_run_is_taken_by_its_held_out_score(
+    two_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(two_runs)
+    view = RunView.open("runs/older")
+    low, high = sorted(view.nodes.values(), key=lambda node: node.now["sampled"] if node.now else 0.0)
+    for node, played in ((low, 2), (high, 0), (high, 1)):
+        (two_runs / "runs" / "older" / "checkpoints" / f"round_{played}" / node.node).mkdir(parents=True)
+    assert checkpoint_of("older", None) == f"runs/older/checkpoints/round_1/{high.node}"
+    told = capsys.readouterr().err
+    assert f"{high.name} of runs/older after round 2: held-out score 0.600, the best of 2 nodes" in told
+    assert checkpoint_of("runs/older", low.name).endswith(f"round_2/{low.node}")
+    assert checkpoint_of("runs/older", low.name[:-1]).endswith(low.node), "the beginning is enough"
+    assert checkpoint_of(None, None).startswith("runs/older/"), "the newest run has no checkpoint"
+    assert checkpoint_of("tiny", None) == "tiny" and checkpoint_of("owner/name", None) == "owner/name"
+
+
+def completed(cwd: Path, line: str) -> list[str]:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    called = "import sys; sys.argv = ['rl-swarm']; from rl_swarm.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", called], cwd=cwd, env={**os.environ, **words, "_RL_SWARM_COMPLETE": "complete_bash"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_runs_and_models(two_runs: Path) -> None:
+    assert completed(two_runs, "rl-swarm sta") == ["status"]
+    assert completed(two_runs, "rl-swarm status ") == ["runs/newest", "runs/older"]
+    assert completed(two_runs, "rl-swarm watch ol") == ["older"]
+    assert completed(two_runs, "rl-swarm chat ti") == ["tiny"]
+    assert completed(two_runs, "rl-swarm up --roun") == ["--rounds"]
+    script = subprocess.run([*RL_SWARM, "--show-completion", "bash"], capture_output=True, text=True).stdout
+    assert "COMPREPLY" in script
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_is_told_to_stop_says_by_what(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    process = start(tmp_path, "coordinate", "swarm", "--set", "poll_interval=0.1")
+    try:
+        until(lambda: (tmp_path / "swarm" / "manifest.json").exists())
+        process.send_signal(sent)
+        output, _ = process.communicate(timeout=240)
+    finally:
+        end(process)
+    assert process.returncode == code and "Traceback" not in output, output

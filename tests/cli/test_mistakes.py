@@ -1,13 +1,15 @@
 """What people get wrong, and what befalls their files: said at once, in one message, and nothing is left behind."""
 
 import os
+import shlex
 import signal
 import subprocess
 import threading
 from pathlib import Path
 
 import pytest
-from processes import RL_SWARM, SMALL, end, run, start, status, until
+from mistakes import MISTAKES, Mistake, markdown
+from processes import CHECKOUT, RL_SWARM, SMALL, end, run, start, status, until
 
 from benchmarks.lib.paths import MANIFEST
 from rl_swarm.cli import models
@@ -25,46 +27,62 @@ from rl_swarm.storage.files import LocalFiles
 NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody answers there
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["up", "--model", "tinny"], "Did you mean `tiny`?"),
-        (["up", "--model", "smollm2"], "Did you mean `smollm2-135m`?"),
-        (["up", "--model", "nobody/nothing"], "the hub cannot be asked"),
-        (["up", "--model", "./nowhere"], "there is no such directory"),
-        (["up", "--tasks", "gdc"], "Did you mean 'gcd'?"),
-        (["up", "--device", "cuda"], "no CUDA GPU"),
-        (["experiment", "sapo", "--out", "runs/e", "--model", "tinny"], "Did you mean `tiny`?"),
-        (["coordinate", "runs/c", "--tasks", "gdc"], "Did you mean 'gcd'?"),
-        (["evaluate", "tinny"], "Did you mean `tiny`?"),
-        (["up", "--rounds", "0"], "The default is 60."),
-        (["up", "--set", "local_groups=-1"], "The default is 4."),
-        (["up", "--env", "coding", "--set", "rounds=0"], "The default is 40."),
-        (["experiment", "sapo", "--out", "runs/e", "--nodes", "0"], "The default is 8."),
-        (["coordinate", "runs/c", "--rounds", "0"], "The default is 2000."),
-        (["up", "--learning-rate", "7"], "at most 1."),
-        (["up", "--tasks", "gcd chain_sum"], "separated by commas"),
-        (["up", "--from-base"], "--from-base goes with --resume"),
-        (["up", "--run", "a" * 300], "File name too long"),
-        (["up", "--model", "."], "there is no config.json"),
-        (["warmup", "tinny"], "Did you mean `tiny`?"),
-        (
-            ["experiment", "sapo", "--out", "e", "--configs", "2/0", "--nodes", "2", "--node", "2:model=tinny"],
-            "Did you mean `tiny`?",
-        ),
-        (["coordinate", "/proc/x"], "/proc/x cannot be made"),
-        (["coordinate", "p2p://nobody"], "nobody is no address of a peer"),
-        (["join", "p2p://"], "p2p:// is no address of a peer"),
-        (["join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"], "Write p2p:// before it"),
-        (["bootnode", "--initial-peers", "junk"], "junk is no address of a peer"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_is_made(tmp_path: Path, arguments: list[str], expected: str) -> None:
-    code, output = run(tmp_path, *arguments, CUDA_VISIBLE_DEVICES="", **NO_HUB)
-    assert code == 1 and expected in output
-    assert "Traceback" not in output and "None" not in output
-    assert len(output.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+@pytest.fixture(scope="module")
+def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Play a run of one round, for the mistakes about runs."""
+    folder = tmp_path_factory.mktemp("finished")
+    code, output = run(folder, "up", "--run", "runs/mine", "--nodes", "1", "--rounds", "1", "--device", "cpu", *SMALL)
+    assert code == 0, output
+    return folder
+
+
+def without(package: str, folder: Path) -> dict[str, str]:
+    """Return the environment of a process that finds this package nowhere."""
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.machinery, sys\n"
+        "class Missing(importlib.machinery.PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        f"        return None if name.partition('.')[0] == {package!r} else super().find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Missing if each is importlib.machinery.PathFinder else each for each in sys.meta_path]\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.typed[:60]} {mistake.said[:20]}")
+def test_a_mistake_is_told_in_one_line_before_anything_is_made(
+    tmp_path: Path, mistake: Mistake, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue("folder_of_run") if mistake.in_run else tmp_path / "here"
+    folder.mkdir(exist_ok=True)
+    for name, text in mistake.files.items():
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).write_text(text)
+        (folder / name).chmod(mistake.modes.get(name, 0o700))
+    environ = {**os.environ, **NO_HUB, **mistake.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environ |= without(mistake.missing, tmp_path) if mistake.missing else {}
+    before = set(folder.rglob("*"))
+    done = subprocess.run(
+        [*RL_SWARM, *shlex.split(mistake.typed)], cwd=folder, env=environ, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, timeout=240,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.startswith("rl-swarm: ")]
+    assert (done.returncode, len(said)) == (mistake.code, 1), done.stderr
+    assert mistake.said in said[0] and "Traceback" not in done.stderr and "None" not in said[0]
+    assert done.stdout == "" and set(folder.rglob("*")) == before
+    if not mistake.in_run:
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_page_has_these_mistakes() -> None:
+    page = (CHECKOUT / "docs" / "mistakes.md").read_text()
+    assert len(MISTAKES) >= 40 and page[page.index("## ") :] == markdown()
+
+
+def test_a_key_that_others_can_read_is_told_and_used(tmp_path: Path) -> None:
+    assert run(tmp_path, "identity", "new")[0] == 0
+    (tmp_path / "swarm.pem").chmod(0o644)
+    code, output = run(tmp_path, "identity", "show")
+    assert code == 0 and "other users of this machine can open it (mode 0644)" in output and "chmod 600" in output
 
 
 def test_a_model_that_the_nodes_cannot_load_leaves_no_run_behind(tmp_path: Path) -> None:

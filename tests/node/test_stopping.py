@@ -170,7 +170,7 @@ def test_a_node_and_a_coordinator_that_lose_their_terminal_save_and_leave(tmp_pa
     finally:
         end(node)
         end(coordinator)
-    assert (node.returncode, coordinator.returncode) == (0, 0), outputs
+    assert (node.returncode, coordinator.returncode) == (130, 130), outputs
     assert checkpoints(address) == {"one"}
     assert '"left"' in (address / "logs" / "one" / "training_events.jsonl").read_text()
 
@@ -258,9 +258,9 @@ def test_a_second_up_in_a_running_folder_is_refused_and_changes_nothing(tmp_path
     finally:
         process.terminate()
         process.communicate(timeout=400)
-    assert process.returncode == 130
+    assert process.returncode == 143
     code, output = run(tmp_path, "up", "--run", "other", "--resume", "r")
-    assert code == 1 and "--run other" in output and not (tmp_path / "other").exists()
+    assert code == 2 and "--run other" in output and not (tmp_path / "other").exists()
 
 
 def servers(process: "subprocess.Popen[str]") -> list[psutil.Process]:

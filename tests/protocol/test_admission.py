@@ -499,7 +499,7 @@ def test_a_private_swarm_from_its_founding_to_a_denial(tmp_path):
         assert [row["peer_id"] for row in listed["peers"]] == [me]
         assert listed["peers"][0]["now"] == "member" and listed["peers"][0]["by"].startswith("invitation ")
         code, output = run(tmp_path, "deny", str(address), "nonsense")
-        assert code == 1 and "neither a peer id" in output
+        assert code == 2 and "neither a peer id" in output
         code, output = run(tmp_path, "deny", str(address), me)
         assert code == 0 and "denied" in output
         output, _ = node.communicate(timeout=240)

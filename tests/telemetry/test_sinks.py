@@ -227,7 +227,7 @@ def test_a_swarm_without_what_was_asked_for_does_not_start(tmp_path: Path) -> No
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['tensorboardX'] = None")
     path = {"PYTHONPATH": f"{tmp_path}:{Path(doctor.__file__).parents[2]}"}
     code, output = run(tmp_path, "up", "--nodes", "1", "--rounds", "2", METRICS_SINKS="tensorboard", **path)
-    assert code == 1 and "Traceback" not in output and not (tmp_path / "runs").exists()
+    assert code == 2 and "Traceback" not in output and not (tmp_path / "runs").exists()
     assert "pip install 'rl-swarm[tensorboard]'" in output
 
 

@@ -347,7 +347,7 @@ def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
             assert next(lines) != first
     finally:
         process.terminate()
-        assert process.wait(120) == 0
+        assert process.wait(120) == 143
 
 
 def test_a_port_that_is_taken_gives_way_to_the_next() -> None:

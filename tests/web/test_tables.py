@@ -124,7 +124,7 @@ def test_pinned_nodes_stay_on_top_and_survive_a_reload(visit: Visit) -> None:
     until(lambda: names(page) == [order[2], order[1], order[0]])
     page.reload()
     until(lambda: names(page) == [order[2], *order[:2]])
-    page.evaluate("localStorage.setItem('pinned nodes', '{\"not\": [\"a list\"]}')")
+    page.evaluate("localStorage.setItem('rl-swarm.pins', '{\"not\": [\"a list\"]}')")
     page.reload()
     until(lambda: names(page) == order)
     page.evaluate("() => { Storage.prototype.setItem = () => { throw new Error('full'); }; }")

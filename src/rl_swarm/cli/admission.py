@@ -8,7 +8,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from rl_swarm.cli import program
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, UserError
 from rl_swarm.network.address import open_address
 from rl_swarm.network.documents import DocumentStore
 from rl_swarm.network.owner_documents import change_access_list, read_access_list, read_manifest, read_state
@@ -43,7 +43,7 @@ def invite(address: str, owner: Identity, uses: int, days: float) -> None:
 
 def change(address: str, owner: Identity, name: str, allow: bool) -> None:
     if not is_peer_id(name) and not is_invitation(name):
-        raise UserError(
+        raise UsageError(
             f"{name!r} is neither a peer id (12D3KooW... or Qm...) nor the name of an invitation. "
             f"`{program()} members {address}` lists both."
         )

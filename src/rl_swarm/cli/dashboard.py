@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_swarm.cli import catch_signals
+from rl_swarm.cli import catch_signals, end_if_stopped
 from rl_swarm.config.resolve import user_network
 from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
@@ -28,6 +28,7 @@ def watch(address: str, settings: Settings) -> None:
         with server.bound(settings.web.web_host, settings.web.web_port) as listening:
             print(f"{address} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
             server.serve_experiment(Path(address), listening, stop, settings.web.web_token)
+        end_if_stopped(stop)
         return
     with (
         open_view(address, lambda: settings.network) as view,
@@ -36,6 +37,7 @@ def watch(address: str, settings: Settings) -> None:
         name = view.manifest.name if view.manifest else address
         print(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
         server.serve(view, listening, stop, settings.web.web_token)
+    end_if_stopped(stop)
 
 
 def watch_here(address: str) -> None:
@@ -48,9 +50,11 @@ def watch_here(address: str) -> None:
     stop = catch_signals()
     if is_experiment(address):
         experiment_drawing.watch(Path(address), Console(highlight=False), stop)
+        end_if_stopped(stop)
         return
     with open_view(address, user_network) as view:
         watch(view, Console(highlight=False), stop)
+    end_if_stopped(stop)
 
 
 @contextmanager

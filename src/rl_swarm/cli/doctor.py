@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ from rich.markup import escape
 from rl_swarm.config import resolve as config
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.errors import UserError
+from rl_swarm.errors import FAILED, UserError
 from rl_swarm.network.address import configured_address, open_address
 from rl_swarm.network.documents import PEERS
 from rl_swarm.network.p2p.joining import engine_of
@@ -31,23 +32,30 @@ Finding = tuple[bool | None, str]
 SIGNS = {True: "[green]ok [/]", False: "[red]NO [/]", None: "[yellow]-- [/]"}
 
 
-def examine() -> int:
-    """Print every finding; return 1 if something needs doing."""
+def examine(as_json: bool = False) -> int:
+    """Print every finding; return the exit code, which tells whether something needs doing."""
     console = Console(highlight=False)
-    found = set[bool | None]()
+    found = list[dict[str, object]]()
     for title, look in CHECKS:
-        try:
-            for good, text in look():
-                found.add(good)
+        for good, text in _findings(look):
+            found.append({"check": title, "ok": good, "found": text})
+            if not as_json:
                 console.print(f"{SIGNS[good]} {title}: {escape(text)}")
-        except UserError as error:
-            found.add(False)
-            console.print(f"{SIGNS[False]} {title}: {escape(str(error))}")
-    if False in found:
+    results = {one["ok"] for one in found}
+    if as_json:
+        print(json.dumps({"passed": False not in results, "checks": found}, indent=2))
+    elif False in results:
         console.print("Some checks failed: see the lines with NO.")
     else:
-        console.print(f"All checks passed{', except the lines with --' * (None in found)}. Start with: rl-swarm up")
-    return int(False in found)
+        console.print(f"All checks passed{', except the lines with --' * (None in results)}. Start with: rl-swarm up")
+    return FAILED if False in results else 0
+
+
+def _findings(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from look()
+    except UserError as error:
+        yield False, str(error)
 
 
 def python() -> Iterator[Finding]:

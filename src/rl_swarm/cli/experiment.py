@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from rl_swarm.cli import catch_signals, parse_assignments, preflight, program, quoted, resolve_settings
+from rl_swarm.cli.arguments import ConfigFile, Json, Sets
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config.resolve import layered
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, UserError
 from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PACKED, PRESET, arms, is_packed, name_of, nodes_given
 from rl_swarm.plural import counted
 from rl_swarm.protocol.untrusted import printable
@@ -81,10 +82,8 @@ def sapo(
     keep_models: Annotated[
         bool, typer.Option("--keep-models", help="Keep the trained models of finished runs.")
     ] = False,
-    config_file: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")
-    ] = None,
+    config_file: ConfigFile = None,
+    sets: Sets = None,
     **flags: Any,
 ) -> None:
     """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command resumes it."""
@@ -96,9 +95,9 @@ def sapo(
 
     for name in parse_assignments(sets):
         if name in GIVEN_BY_ARM:
-            raise UserError(f"--set {name}: use --configs, --strategies, --seeds, --nodes or --rounds.")
+            raise UsageError(f"--set {name}: use --configs, --strategies, --seeds, --nodes or --rounds.")
         if name in ELSEWHERE:
-            raise UserError(f"--set {name}: not a setting of an experiment. A token of the hub comes from HF_TOKEN.")
+            raise UsageError(f"--set {name}: not a setting of an experiment. A token of the hub comes from HF_TOKEN.")
     resolved = resolve_settings("experiment sapo", PRESET, config_file, sets, **flags)
     settings = resolved.settings
     if settings.model.hf_token:  # the hub's library reads it there, in the runs' processes too
@@ -112,7 +111,7 @@ def sapo(
         if source != "default" and not source.startswith("preset") and name not in (*GIVEN_BY_ARM, *ELSEWHERE)
     }
     if grid and "learning_rate" in explicit:
-        raise UserError(f"--rates {rates} and a learning_rate contradict each other. Drop one of them.")
+        raise UsageError(f"--rates {rates} and a learning_rate contradict each other. Drop one of them.")
     experiment = Experiment(
         out=out,
         arms=arms(configs, strategies),
@@ -146,7 +145,7 @@ def sapo(
         console.print(f"  {program()} watch {quoted(out)}", soft_wrap=True)
     elif stop.is_set():
         console.print(f"Stopped. The same command resumes it: {out}", soft_wrap=True)
-        sys.exit(130)
+        sys.exit(stop.exit_code)
 
 
 @app.command()
@@ -158,6 +157,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where to write; the first PATH by default, unless packed.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write the report of one or several experiments again, all arms beside each other."""
     from rl_swarm.experiment.report import write
@@ -166,9 +166,10 @@ def report(
         if not is_packed(path):
             _check_folder(path)
     if out is None and is_packed(paths[0]):
-        raise UserError(f"{paths[0]} is a packed experiment. Give the directory to write to with --out.")
+        raise UsageError(f"{paths[0]} is a packed experiment. Give the directory to write to with --out.")
     written = write(paths, out or paths[0])
-    text = LocalFiles(written.parent).read(written.name, MAX_BYTES).decode(errors="replace")
+    shown = written.with_suffix(".json") if as_json else written
+    text = LocalFiles(shown.parent).read(shown.name, MAX_BYTES).decode(errors="replace")
     print(printable(text), end="")
 
 
@@ -182,7 +183,7 @@ def pack(
 
     paths = [out if is_packed(out) else out / f"{name_of(folder)}{PACKED}" for folder in folders]
     if len(set(paths)) < len(paths):
-        raise UserError(f"{out}: two of these experiments would become one file. Pack them one by one.")
+        raise UsageError(f"{out}: two of these experiments would become one file. Pack them one by one.")
     for folder, path in zip(folders, paths, strict=True):
         _check_folder(folder)
         print(f"{counted(pack(folder, path), 'run')} in {path}")
@@ -200,7 +201,7 @@ def _rates(text: str) -> list[float]:
     except ValueError:
         found = [0.0]
     if any(not 0 < rate <= 1 for rate in found):
-        raise UserError(f"--rates {text}: write numbers above 0, at most 1, comma-separated, such as 3e-5,1e-4,3e-4.")
+        raise UsageError(f"--rates {text}: write numbers above 0, at most 1, comma-separated, such as 3e-5,1e-4,3e-4.")
     return found
 
 
@@ -218,5 +219,5 @@ def _seeds(text: str) -> list[int]:
     except ValueError:
         found = {}
     if not found or min(found) < 0 or max(found) >= TUNING_SEEDS:
-        raise UserError(f"--seeds {text}: write whole numbers from 0 to {TUNING_SEEDS - 1}, such as 1,2,3 or 1-3.")
+        raise UsageError(f"--seeds {text}: write whole numbers from 0 to {TUNING_SEEDS - 1}, such as 1,2,3 or 1-3.")
     return list(found)

@@ -45,13 +45,15 @@ def setting_flags(*names: str) -> Callable[[Command], Command]:
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     kind = get_args(setting.kind)[0]
-    python = next((one for one in (bool, int, float) if one is _bare(kind)), str)
+    bare = _bare(kind)
+    python = bool if bare is bool else str  # numbers are read by the setting, whose error says what can be used
+    shown = {int: "NUMBER", float: "NUMBER"}.get(bare, "TEXT")
     text = setting.description.replace("`", "")
     if not setting.description.startswith("`"):
         text = text[:1].upper() + text[1:]
     if get_origin(kind) is Literal:
         text += f" ({values_of(setting.kind).replace('`', '')})"
-    annotation = Annotated[python | None, typer.Option(flag_of(setting.name), help=f"{text}.")]  # type: ignore[valid-type]
+    annotation = Annotated[python | None, typer.Option(flag_of(setting.name), metavar=shown, help=f"{text}.")]  # type: ignore[valid-type]
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

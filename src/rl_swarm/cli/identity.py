@@ -11,6 +11,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from rl_swarm.cli import program
+from rl_swarm.cli.arguments import Json
 from rl_swarm.config import resolve as config
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.identity import KEY_FILE_BYTES, Identity, animal_name, verify, warn_if_readable, write_new
@@ -46,9 +47,7 @@ def load(given: str | None) -> Identity:
 
 
 @app.command()
-def show(
-    identity_path: KeyFile = None, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
-) -> None:
+def show(identity_path: KeyFile = None, as_json: Json = False) -> None:
     """Print this node's peer id, its name, and where its key is."""
     identity, path = load(identity_path), key_path(identity_path)
     found = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_swarm.cli import catch_signals, program
+from rl_swarm.cli import catch_signals, end_if_stopped, program
 from rl_swarm.config.settings import Settings
 from rl_swarm.network.address import known_addresses, peer_url
 from rl_swarm.network.p2p import time_offset
@@ -29,3 +29,4 @@ def bootnode(settings: Settings) -> None:
             console.print(f"  {program()} join {peer_url(address)}", soft_wrap=True)
         while not stop.wait(COMPARE_SECONDS):
             time_offset.warn(engine)
+    end_if_stopped(stop)

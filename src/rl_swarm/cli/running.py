@@ -3,24 +3,24 @@
 import os
 import random
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, program, quoted
+from rl_swarm.cli import StopRequest, catch_signals, dashboard, end_if_stopped, preflight, program, quoted
 from rl_swarm.cli.dashboard import say
 from rl_swarm.cli.live import LiveView
+from rl_swarm.cli.runs import remove
+from rl_swarm.cli.steps import SwarmProgress, step, steps_of_log
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.config.settings import Settings
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, UserError
 from rl_swarm.learning import smollm2
-from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
+from rl_swarm.monitor.drawing import LONGEST_PATH, plain
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.address import is_peer_address, is_url, peer_url
 from rl_swarm.network.documents import DocumentStore
@@ -35,13 +35,13 @@ from rl_swarm.node.swarm import SwarmError, SwarmProcesses, worker_settings
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.untrusted import printable
 from rl_swarm.protocol.words import ADJECTIVES, ANIMALS
 from rl_swarm.storage import private
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
+from rl_swarm.web import server
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
@@ -50,6 +50,8 @@ def up(settings: Settings, run: Path | None, resume: Path | None, from_base: boo
     sinks.requested(settings.telemetry, os.environ)  # raises before anything is started
     if resume is None:
         preflight.check(settings)
+    if settings.web.web and server.is_installed():
+        server.check_host(settings.web.web_host)
     root = resume or run or _new_run_directory()
     with only_run_here(root):
         if resume is None and (root / MANIFEST_FILE).exists():
@@ -65,10 +67,13 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     interrupted = catch_signals()
     new = not root.exists()
     private.check(settings.storage, root)  # before anything is made
-    owner = Identity.load_or_create(Path(settings.network.identity_path))
+    key = Path(settings.network.identity_path)
+    if key.exists():
+        Identity.load(key)
     try:
         store = FolderStore.at(root)
         store.make()
+        owner = Identity.load_or_create(key)
         manifest = worker.found(store, settings, root.name, owner)
         run_settings.keep(settings, root, manifest, owner)
     except OSError as error:
@@ -96,56 +101,43 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
         _tend(swarm, root, settings, private_log, console, interrupted)
     except SwarmError:  # wrong settings leave no folder behind
         if new and not _has_worked(root, manifest, settings):
-            _remove(root, manifest, settings)
+            remove(root, manifest, settings)
         raise
     view = RunView(root)
     view.refresh()
     finished = view.state is not None and view.state.phase == "finished"
     if interrupted.is_set() and not finished:
         say(console, _stopped(view, root))
-        sys.exit(INTERRUPTED)
+        sys.exit(interrupted.exit_code)
     print_summary(view, time.monotonic() - started, console)
     for outcome in outcomes(root, workers):
         say(console, plain(outcome, LONGEST_PATH))
 
 
 def _tend(
-    swarm: SwarmProcesses,
-    root: Path,
-    settings: Settings,
-    private_log: Path,
-    console: Console,
-    interrupted: threading.Event,
+    swarm: SwarmProcesses, root: Path, settings: Settings, private_log: Path, console: Console, interrupted: StopRequest
 ) -> None:
     """Run the swarm until it has finished or is interrupted. Its nodes have saved by then, whatever happens here."""
-    try:
-        swarm.start(interrupted)
-        if interrupted.is_set():
-            return
-        with (
-            dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted),  # sees how it ends
-            _ended(swarm, root, console, interrupted),
-            LiveView(RunView(root), console) as live,
-        ):
-            while not interrupted.is_set() and swarm.tend():
-                live.update(swarm.restarts)
-                interrupted.wait(0.25)
-            live.update(swarm.restarts)
-    finally:
-        swarm.stop()
-
-
-@contextmanager
-def _ended(swarm: SwarmProcesses, root: Path, console: Console, interrupted: threading.Event) -> Iterator[None]:
-    """Let the nodes save and end, whatever happens inside."""
-    try:
-        yield
-    finally:
+    with ExitStack() as page:  # which sees how the run ends
         try:
-            if interrupted.is_set() and has_begun(root):
-                say(console, "Stopping: the nodes save their state. (Ctrl-C again ends them at once.)")
+            with LiveView(RunView(root), console, settings.swarm.nodes, sums_up=False) as live:
+                live.update()
+                swarm.start(interrupted)
+                if interrupted.is_set():
+                    return
+                served = dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted)
+                page.enter_context(served)
+                while not interrupted.is_set() and swarm.tend():
+                    live.update(swarm.restarts)
+                    interrupted.wait(0.25)
+                live.update(swarm.restarts)
         finally:
-            swarm.stop()
+            try:
+                if interrupted.is_set() and has_begun(root):
+                    say(console, "Stopping: the nodes save their state. (Ctrl-C again ends them at once.)")
+            finally:
+                with step("the nodes save and leave", console):
+                    swarm.stop()
 
 
 def _stopped(view: RunView, root: Path) -> str:
@@ -204,15 +196,6 @@ def _has_worked(root: Path, manifest: Manifest, settings: Settings) -> bool:
     return begun or any(own.names(f"{node}/checkpoints") for node in own.names(""))
 
 
-def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
-    """Remove a run and its private folder."""
-    if manifest is not None:
-        own = swarm_folder(settings.storage, root, manifest.swarm())
-        LocalFiles(own.parent).remove(own.name)
-        private.remember_swarm(settings.storage, root, "")
-    LocalFiles(root.parent).remove(root.name)
-
-
 def _allow(store: DocumentStore, manifest: Manifest, owner: Identity, workers: Mapping[str, NodeSettings]) -> None:
     """Put the nodes of a swarm of invited peers on its owner's list."""
     peers = [Identity.load(Path(worker.network.identity_path)).peer_id for worker in workers.values()]
@@ -222,56 +205,20 @@ def _allow(store: DocumentStore, manifest: Manifest, owner: Identity, workers: M
 def run_process(role: str, address: Path | str, settings: Settings) -> None:
     """Run one process of a swarm, with its log on the terminal."""
     if is_peer_address(str(address)):
-        raise UserError(f"{address} is the address of a peer. Write {peer_url('')} before it: {peer_url(str(address))}")
+        raise UsageError(
+            f"{address} is the address of a peer. Write {peer_url('')} before it: {peer_url(str(address))}"
+        )
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     if role == "coordinator":
         preflight.check_tasks(settings)
-    start_logging(settings.telemetry, settings.storage, Path(), role, terminal=True)
     stop = catch_signals()
-    (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
-
-
-def list_runs(root: Path) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("run", "phase", "round", "nodes", "held out", "mean of"):
-        table.add_column(title, no_wrap=title not in ("run", "mean of"), overflow="fold")
-    for folder in _runs(root):
-        view = RunView(folder)
-        view.refresh()
-        start, now = view.mean_held_out("start"), view.mean_held_out("now")
-        rounds = (
-            f"{view.state.round + (view.state.phase == 'finished')}/{view.manifest.rounds}"
-            if view.state and view.manifest
-            else ""
-        )
-        held_out = f"{start:.3f} → {now:.3f}" if start is not None and now is not None else ""
-        asked = view.held_out_protocol() if held_out else ""
-        name = marked(str(folder), LONGEST_PATH)
-        table.add_row(name, view.phase, rounds, str(len(view.nodes)), held_out, asked)
-    console = Console(highlight=False)
-    if table.row_count:
-        console.print(table)
-    else:
-        say(console, plain(f"No runs in {root}. Start one: {program()} up", LONGEST_PATH))
-
-
-def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
-    known = {str(folder): folder for folder in _runs(root)} | {folder.name: folder for folder in _runs(root)}
-    for name in names:
-        folder = known.get(name.rstrip("/"))
-        if folder is None:
-            raise UserError(f"--remove {name}: there is no such run in {root}. `rl-swarm runs` lists them.")
-        view = RunView(folder)
-        view.refresh()
-        if any(node.alive for node in view.nodes.values()):
-            raise UserError(f"--remove {name}: it is running. Stop it first.")
-        _remove(folder, view.manifest, settings)
-        print(printable(f"removed {folder}"))
-
-
-def _runs(root: Path) -> list[Path]:
-    return [root / name for name in LocalFiles(root).folders_with(MANIFEST_FILE)]
+    progress = None if is_url(address) else SwarmProgress(RunView(address))
+    with steps_of_log("starting", progress) as follow:
+        start_logging(settings.telemetry, settings.storage, Path(), role, terminal=True)
+        follow()
+        (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
+    end_if_stopped(stop)
 
 
 def _new_run_directory() -> Path:

@@ -4,15 +4,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rl_swarm import environments
 from rl_swarm.cli import program, quoted
 from rl_swarm.environments.settings import TaskSettings
-from rl_swarm.monitor.drawing import LONGEST_PATH, clock, marked
+from rl_swarm.monitor.drawing import LONGEST_PATH, answer_pair, clock, marked
+from rl_swarm.monitor.headline import headline, score_of
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, RunView
 from rl_swarm.node.evaluation import mean
-
-EXAMPLES = 2
 
 
 def print_summary(run: RunView, seconds: float, console: Console) -> None:
@@ -20,6 +20,12 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     if not views:
         _print_rewards(run, seconds, console)
         return
+    told = headline(list(run.nodes.values()), finished=True)
+    if told.sentence:
+        console.print()
+        console.print(Text(told.sentence, style="bold"))
+    if told.example:
+        console.print(answer_pair(told.example))
     table = Table(
         title="Held-out score: questions that training never saw", title_justify="left", box=None, padding=(0, 1, 0, 0)
     )
@@ -41,18 +47,10 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     console.print(table)
     console.print(f"[dim]{run.held_out_protocol()}; greedy once[/]")
 
-    best = max(views, key=lambda view: view.now["sampled"] if view.now else 0.0)
-    console.print(f"\n[bold]The same questions before and after[/] ({best.name})")
-    before, after = (best.start or {})["examples"][:EXAMPLES], (best.now or {})["examples"][:EXAMPLES]
-    for first, second in zip(before, after, strict=False):
-        console.print(f"  [dim]{marked(first['task'])}:[/] {marked(_short(first['prompt']))}")
-        for when, example in (("before", first), ("after", second)):
-            mark = "[green]right[/]" if example["reward"] == 1 else "[red]wrong[/]"
-            console.print(f"    {when:>6}  {mark}  {marked(_short(example['completion']) or '(nothing)')}")
-
+    best = max(views, key=lambda view: score_of(view.now) or 0.0)
     kinds = environments.of_swarm(run.manifest).roles if run.manifest else {}
-    told = [(view, kinds[view.role]) for view in run.nodes.values() if view.role_metrics and view.role in kinds]
-    for view, kind in told:
+    roles = [(view, kinds[view.role]) for view in run.nodes.values() if view.role_metrics and view.role in kinds]
+    for view, kind in roles:
         console.print(
             f"\n[bold]{marked(view.role.capitalize())}[/] {view.name}: "
             f"{marked(kind.summary(view.role_metrics), LONGEST_PATH)}."
@@ -69,16 +67,22 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         rewards = run.rewards(run.manifest.stages)
         console.print(f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}")
     console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}")
-    call = program()
-    console.print(
-        "\n[bold]Next[/]\n"
-        f"  {call} validate {_typed(run)}    is this run sound?\n"
-        f"  {call} watch {_typed(run)}    its curves and rollouts in a browser\n"
-        f"  {call} up{_environment(run)} --external-groups 0    the same without sharing\n"
-        f"  {call} models    larger models that fit this machine\n"
-        f"  {call} chat {marked(quoted(_checkpoint(run, best.node)), LONGEST_PATH)}",
-        soft_wrap=True,
+    _print_next(
+        (f"chat {_typed(run)}", f"talk to {best.name}, the best of them"),
+        (f"watch {_typed(run)}", "its curves and rollouts in a browser"),
+        (f"validate {_typed(run)}", "is this run sound?"),
+        (f"up{_environment(run)} --external-groups 0", "the same without sharing"),
+        ("models", "larger models that fit this machine"),
+        console=console,
     )
+
+
+def _print_next(*commands: tuple[str, str], console: Console) -> None:
+    """Print commands as a person may type them, and what each is for."""
+    console.print("\n[bold]Next[/]")
+    wide = max(len(command) for command, _ in commands)
+    for command, what in commands:
+        console.print(f"  {program()} {command:<{wide}}  [dim]{what}[/]", soft_wrap=True)
 
 
 def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
@@ -97,10 +101,10 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
     console.print()
     console.print(table)
     console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}")
-    console.print(
-        f"\n[bold]Next[/]\n  {program()} validate {_typed(run)}    is this run sound?\n"
-        f"  {program()} watch {_typed(run)}    its curves and rollouts in a browser",
-        soft_wrap=True,
+    _print_next(
+        (f"watch {_typed(run)}", "its curves and rollouts in a browser"),
+        (f"validate {_typed(run)}", "is this run sound?"),
+        console=console,
     )
 
 
@@ -115,11 +119,6 @@ def _environment(run: RunView) -> str:
     return "" if kind == TaskSettings().environment else f" --env {kind}"
 
 
-def _short(text: str, most: int = 160) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
 def _columns(start: dict[str, Any], now: dict[str, Any]) -> list[str]:
     times = f"{now['sampled'] / start['sampled']:.1f}x" if start["sampled"] else ""
     known = start["greedy"] is not None and now["greedy"] is not None
@@ -132,8 +131,3 @@ def _columns(start: dict[str, Any], now: dict[str, Any]) -> list[str]:
         f"{start['well_formed']:.2f}→{now['well_formed']:.2f}",
         f"{start['accuracy_well_formed']:.2f}→{now['accuracy_well_formed']:.2f}",
     ]
-
-
-def _checkpoint(run: RunView, node: str) -> str:
-    found = run.checkpoints(node)
-    return str(run.root / "checkpoints" / f"round_{found[-1]}" / node) if found else "tiny"

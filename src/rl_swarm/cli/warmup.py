@@ -16,8 +16,10 @@ from rl_swarm.cli.models import for_model
 from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.errors import INTERRUPTED
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.warmup import RATE, WarmupError, make_examples, save, step_count, train
+from rl_swarm.monitor.charts import BAR, DONE
 from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.plural import counted
@@ -56,7 +58,7 @@ def warmup(
     console = Console(highlight=False, markup=False, stderr=as_json)
     progress = Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(complete_style=BAR, finished_style=DONE),
         TextColumn("{task.completed:.0f}/{task.total:.0f} steps {task.fields[loss]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
@@ -67,7 +69,7 @@ def warmup(
         result = _warm_up(model, settings, out, examples, epochs, questions, samples, progress)
     except KeyboardInterrupt:
         console.print("Stopped. Nothing was written.")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     if as_json:
         print(json.dumps(msgspec.to_builtins(result), indent=2))
     else:

@@ -41,6 +41,13 @@ def check(settings: Settings) -> None:
             "owner/name, for example HUB_REPO=ada/my-model: letters, digits, single `.`, `_`, `-` in between, the name "
             "at most 50 characters."
         )
+    for name, text in (("P2P_LISTEN", settings.network.p2p_listen), ("P2P_ANNOUNCE", settings.network.p2p_announce)):
+        for part in (text or "").split(","):
+            if part.strip() and not part.strip().startswith("/"):
+                raise ConfigError(
+                    f"{name}={text} is no multiaddress; one looks like /ip4/0.0.0.0/tcp/31000. Several are separated "
+                    "by commas."
+                )
     token = settings.web.web_token
     if token is not None and not re.fullmatch(f"[!-~]{{{SHORTEST_TOKEN},}}", token):
         raise ConfigError(

@@ -4,7 +4,6 @@ A value comes from, later wins: its default, the preset of a command, a YAML fil
 counts as those, below the real ones), command-line flags. `TEST_MODE` is a preset that only flags override.
 """
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import yaml
 from rl_swarm.config.checks import check, check_role
 from rl_swarm.config.settings import PRESET, TEST_MODE, Settings, all_settings
 from rl_swarm.environments.settings import ROLES
-from rl_swarm.errors import ConfigError
+from rl_swarm.errors import ConfigError, suggestion
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node import strategies
 
@@ -39,8 +38,11 @@ def yaml_layer(path: Path) -> SettingsLayer:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"The settings file {path}{line} is not valid YAML: {error.problem}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
+        raise ConfigError(f"The settings file {path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"The settings file {path} must hold `name: value` lines.")
     return SettingsLayer(str(path), values)
@@ -159,5 +161,4 @@ def _convert(name: str, value: object, origin: str, defaults: Mapping[str, objec
 
 
 def _suggest(name: str, known: Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" Did you mean `{close[0]}`?" if close else " `docs/settings.md` lists them."
+    return suggestion(name, known) or " `docs/settings.md` lists them."

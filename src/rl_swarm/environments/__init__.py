@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.settings import TaskSettings
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, suggestion
 from rl_swarm.protocol.manifest import ENVIRONMENT_NAME, Manifest
 from rl_swarm.protocol.tasks import Task
 
@@ -24,7 +24,7 @@ GROUP = "rl_swarm.environments"
 BUILT_IN = ("coding", "debate", "reasoning")
 
 
-class NoEnvironment(UserError):
+class NoEnvironment(UsageError):
     """Reports an environment that is not installed or cannot be used; the message says what would work."""
 
 
@@ -65,7 +65,7 @@ def named(name: str) -> "type[Environment]":
     if where is None:
         raise NoEnvironment(
             f"There is no environment {name!r} here: no installed package registers the entry point {name!r} in the "
-            f"group {GROUP}. Installed: {', '.join(installed())}."
+            f"group {GROUP}. Installed: {', '.join(installed())}.{suggestion(name, installed())}"
         )
     module, _, attribute = where.partition(":")
     try:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from rl_swarm import environments
 from rl_swarm.environments import task_list
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, UserError
 from rl_swarm.node import strategies
 from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
@@ -177,7 +177,7 @@ class Job(msgspec.Struct, frozen=True):
             chosen = [name.strip() for name in str(wanted).split(",") if name.strip()]
             unknown = [name for name in chosen if name not in names]
             if unknown or not chosen:
-                raise UserError(
+                raise UsageError(
                     f"--node {number}:tasks={wanted}: {', '.join(unknown) or 'nothing'} is no task of this swarm. It "
                     f"has {', '.join(names)}."
                 )
@@ -244,23 +244,23 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     match = CONFIGURATION.fullmatch(text)
     local, external = (int(match[1]), int(match[2])) if match else (0, 0)
     if match is None or local == 0:
-        raise UserError(
+        raise UsageError(
             f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same "
             "groups), 4/4@1 (an update on every group), 4/4x2@1 (both, in this order) or 4/0-pooled (one learner "
             f"with all questions), comma-separated, or a preset: {', '.join(PRESETS)}."
         )
     epochs, each, pooled = int(match[3] or 1), int(match[4] or 0), match[5] is not None
     if external and pooled:
-        raise UserError(f"--configs {text}: -pooled is one learner, which has no peers.")
+        raise UsageError(f"--configs {text}: -pooled is one learner, which has no peers.")
     if not epochs:
-        raise UserError(f"--configs {text}: x0 would train on nothing. Use x1 or more.")
+        raise UsageError(f"--configs {text}: x0 would train on nothing. Use x1 or more.")
     if match[4] and not each:
-        raise UserError(f"--configs {text}: @0 would be updates on nothing. Use @1 or more.")
+        raise UsageError(f"--configs {text}: @0 would be updates on nothing. Use @1 or more.")
     if not external:
         return [Arm(local, 0, "alone", epochs, pooled, each)]
     sharing = [name for name in names if name != "alone"]
     if not sharing:
-        raise UserError(f"--strategies: {text} needs one that takes peers' groups, such as sapo.")
+        raise UsageError(f"--strategies: {text} needs one that takes peers' groups, such as sapo.")
     return [Arm(local, external, name, epochs, groups_per_update=each) for name in sharing]
 
 
@@ -271,12 +271,12 @@ def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, o
         number, colon, assignment = text.partition(":")
         name, equals, value = assignment.partition("=")
         if not (colon and equals and number.isdigit() and 1 <= int(number) <= nodes):
-            raise UserError(
+            raise UsageError(
                 f"--node {text}: write it as K:NAME=VALUE with a node's number from 1 to {nodes}, for example "
                 "--node 1:learning_rate=3e-4 or --node 2:tasks=gcd,chain_sum."
             )
         if name in GIVEN_BY_ARM and name not in ("local_groups", "external_groups", "strategy"):
-            raise UserError(f"--node {text}: {name} is the same for all nodes of a run.")
+            raise UsageError(f"--node {text}: {name} is the same for all nodes of a run.")
         found.setdefault(str(int(number)), {})[name] = value
     return found
 
@@ -291,14 +291,14 @@ def _playable(settings: NodeSettings, number: int) -> NodeSettings:
         "model": settings.model.model == "auto",
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        raise UserError(
+        raise UsageError(
             f"{name}={settings.flat()[name]} of node {number}: the nodes of an experiment run in lock-step in one "
             "process, publish before they train, and answer at least one question each on one device, with a model "
             "that is named: `rl-swarm models` lists those that fit."
         )
     kind = environments.named(settings.task.environment)
     if kind.stages > 1 or len(kind.roles) > 1:
-        raise UserError(
+        raise UsageError(
             f"environment={settings.task.environment}: an experiment compares nodes that answer once a round. "
             "Environments with stages or roles run with `rl-swarm up`."
         )

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from rl_swarm.experiment.arms import Job
 from rl_swarm.experiment.measures import Run
+from rl_swarm.monitor.charts import BAR, DONE
 from rl_swarm.node.evaluation import mean
 from rl_swarm.node.settings import NodeSettings
 from rl_swarm.plural import counted
@@ -94,7 +95,7 @@ class ProgressBars:
         self.printed = -1
         columns = (
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            BarColumn(complete_style=BAR, finished_style=DONE),
             TextColumn("{task.fields[says]}", markup=False),
         )
         self.display = Progress(*columns, console=console, disable=not console.is_terminal)

@@ -3,7 +3,7 @@
 import difflib
 import os
 
-from rl_swarm.errors import ModelError
+from rl_swarm.errors import ModelError, NoSuchModel
 from rl_swarm.learning import smollm2
 from rl_swarm.learning.settings import BUNDLED
 
@@ -18,10 +18,14 @@ def check(name: str, token: str | None = None) -> None:
     if os.path.isdir(directory := os.path.expanduser(name)):
         _check_directory(name, directory)
         return
+    if os.path.isfile(directory):
+        raise NoSuchModel(
+            f"MODEL_NAME={name} is a file. A model is a directory, a name here, or owner/name on the hub."
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
+        raise NoSuchModel(f"MODEL_NAME={name}: there is no such directory.")
     if "/" not in name and (close := difflib.get_close_matches(name.lower(), OFFLINE_NAMES, n=1)):
-        raise ModelError(
+        raise NoSuchModel(
             f"MODEL_NAME={name}: there is no such model. Did you mean `{close[0]}`? A model of the hub is written as "
             "owner/name, a directory with a slash."
         )
@@ -32,7 +36,7 @@ def _check_directory(name: str, directory: str) -> None:
     if os.path.exists(os.path.join(directory, "config.json")):
         return
     run = os.path.exists(os.path.join(directory, "manifest.json"))
-    raise ModelError(
+    raise NoSuchModel(
         f"MODEL_NAME={name}: there is no config.json, so this is no directory of a model. "
         + (
             "It is a run: give one of its checkpoints, checkpoints/round_<number>/<node>."
@@ -55,9 +59,9 @@ def _ask_hub(name: str, token: str | None) -> None:
     except GatedRepoError:
         return  # the loader explains what to do
     except HFValidationError as error:
-        raise ModelError(f"MODEL_NAME={name} is no name of a model. {remedy}") from error
+        raise NoSuchModel(f"MODEL_NAME={name} is no name of a model. {remedy}") from error
     except RepositoryNotFoundError as error:
-        raise ModelError(
+        raise NoSuchModel(
             f"MODEL_NAME={name}: the hub has no such model, or shows it only to those who may see it (HF_TOKEN). "
             f"{remedy}"
         ) from error

@@ -25,6 +25,21 @@ class Condition:
 
 
 @dataclass(frozen=True)
+class AnswerPair:
+    """Holds a question that no node trained on, with a node's first and last answer to it; the texts are one line."""
+
+    question: str
+    before: str
+    after: str
+    before_right: bool
+    after_right: bool
+    key: str | None  # the right answer, where there is one
+    task: str
+    node: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Overview:
     name: str
     address: str
@@ -48,6 +63,8 @@ class Overview:
     held_out_start: float | None
     held_out_now: float | None
     held_out_protocol: str  # questions, samples and temperature of these
+    headline: str  # the run in one sentence; empty while there is no held-out score
+    example: AnswerPair | None  # became right, or wrong, as the score rose or fell; still wrong where it stayed
     external_share: float | None  # of the groups trained on
     has_logs: bool  # the nodes' logs can be read
     unreadable_lines: int  # in these logs

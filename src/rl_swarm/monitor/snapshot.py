@@ -8,6 +8,7 @@ from typing import Literal
 from rl_swarm.monitor import feed, standings
 from rl_swarm.monitor.condition import condition, last_sign
 from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.headline import headline
 from rl_swarm.monitor.node_history import by_stage
 from rl_swarm.monitor.records import (
     EventPage,
@@ -39,6 +40,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
         view, state, manifest = follower.view, follower.view.state, follower.view.manifest
         nodes, histories = list(view.nodes.values()), list(follower.histories.values())
         own, external = sum(t.own_groups for t in histories), sum(t.external_groups for t in histories)
+        told = headline(nodes, view.phase in ("finished", "stopped", "crashed"))
         return Overview(
             name=manifest.name if manifest else "",
             address=view.address.text,
@@ -62,6 +64,8 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             held_out_start=view.mean_held_out("start"),
             held_out_now=view.mean_held_out("now"),
             held_out_protocol=view.held_out_protocol(),
+            headline=told.sentence,
+            example=told.example,
             external_share=external / (own + external) if own + external else None,
             has_logs=any(node.rounds or node.held_out for node in nodes),
             unreadable_lines=sum(node.unreadable_lines for node in nodes),

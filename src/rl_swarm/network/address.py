@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl_swarm.errors import ConfigError, UserError
+from rl_swarm.errors import ConfigError, UsageError
 from rl_swarm.network.documents import DocumentStore
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.protocol.identity import is_peer_id
@@ -43,11 +43,11 @@ class Address:
 
 
 def known_addresses(text: str) -> list[str]:
-    """Return the multiaddresses in `p2p://<multiaddress>,<multiaddress>`; raise `UserError` where there are none."""
+    """Return the multiaddresses in `p2p://<multiaddress>,<multiaddress>`; raise `UsageError` where there are none."""
     addresses = [part.strip().removeprefix(peer_url("")) for part in text.split(",") if part.strip()]
     for address in addresses or [""]:
         if not is_peer_address(address):
-            raise UserError(
+            raise UsageError(
                 f"{ascii(address)[1:-1][:200] or text} is no address of a peer. One looks like "
                 "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print "
                 "theirs."
@@ -94,7 +94,7 @@ def configured_address(settings: StorageSettings) -> Path | str | None:
 
 
 def open_address(where: Path | str) -> Address:
-    """Open the address that a text or a path stands for; raise `UserError` where it stands for none.
+    """Open the address that a text or a path stands for; raise `UsageError` where it stands for none.
 
     The documents of an address among peers are there once the engine runs (`p2p/joining.py`).
     """
@@ -106,7 +106,7 @@ def open_address(where: Path | str) -> Address:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise UserError(f"{where} is no URL ({error}).") from error
+        raise UsageError(f"{where} is no URL ({error}).") from error
     if kind == "file":
         return open_address(Path(parts.path))
     if kind == PEER_SCHEME:
@@ -114,14 +114,14 @@ def open_address(where: Path | str) -> Address:
         peers = tuple(known_addresses(where))
         return Address(url, "p2p", FolderStore.at(here), here, is_url=True, peers=peers)
     if kind in NOT_YET:
-        raise UserError(f"{where}: swarms at a {kind}:// address are not supported. Use a path or the URL of a store.")
+        raise UsageError(f"{where}: swarms at a {kind}:// address are not supported. Use a path or the URL of a store.")
     if kind in READ_ONLY:
-        raise UserError(
+        raise UsageError(
             f"{where}: nodes cannot write to a {kind}:// address. Use a path, s3://bucket/name, gs://bucket/name or "
             "webdavs://server/folder/name."
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise UserError(
+        raise UsageError(
             f"An address is handed to others and stands in logs, so it carries neither credentials nor parameters: "
             f"{kind}://{parts.netloc.rpartition('@')[2]}{parts.path} is what is meant? Credentials are read from the "
             "environment; docs/folder-swarm.md says which variables."
@@ -133,7 +133,7 @@ def open_address(where: Path | str) -> Address:
         or "//" in parts.path
         or "::" in url
     ):
-        raise UserError(
+        raise UsageError(
             f"{where}: a swarm needs a bucket or server, and a folder in it with a name of letters, digits, '.', '_' "
             f"and '-', such as {kind}://{parts.netloc or 'bucket'}/my-swarm."
         )

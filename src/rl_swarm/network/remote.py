@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, UserError
 from rl_swarm.storage.files import Changed, Refused
 
 APPENDED_BYTES = 64 << 20  # of a log that is still appended to, which writes it anew
@@ -146,7 +146,7 @@ class RemoteFiles:
 
 def _open(url: str, store: str) -> tuple[Any, str]:
     if store not in PACKAGES:
-        raise UserError(
+        raise UsageError(
             f"{url}: {store}:// is no known kind of address. Use a path, s3://bucket/name, gs://bucket/name, "
             "az://container/name or webdavs://server/folder/name."
         )

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError, suggestion
 from rl_swarm.protocol.rollouts import Group, Publication, RolloutId
 
 
-class StrategyError(UserError):
+class StrategyError(UsageError):
     """Reports a strategy that cannot be used; the message says what would work."""
 
 
@@ -150,7 +150,7 @@ def named(name: str) -> Strategy:
     if not colon:
         raise StrategyError(
             f"strategy={name}: there is no strategy of that name. Use {', '.join(STRATEGIES)}, or a class of yours as "
-            "module:Class."
+            f"module:Class.{suggestion(name, STRATEGIES)}"
         )
     if "" not in sys.path:
         sys.path.insert(0, "")  # a file beside which the command is run

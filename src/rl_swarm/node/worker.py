@@ -260,6 +260,7 @@ def _take_part(
     kind = environments.of_swarm(manifest)
     role_kind, role_name = role_of(settings.task, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
+    log.info("loading the model %s", settings.model.model)
     policy, place = _restored(checkpoints, manifest.swarm(), settings, prompt, sharing)
     known = coordinator.current().members.get(identity.peer_id)
     if place is None and known is not None and known.participation:
@@ -322,6 +323,8 @@ def _take_part(
     log.debug("private files are in %s", private)
     log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
 
+    if place is None and role.learns:
+        log.info("first answers to the held-out questions")
     node.prepare()
     watch.wait(manifest.peer_timeout, stop)
     peer = PeerInfo(

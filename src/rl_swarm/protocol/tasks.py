@@ -5,7 +5,7 @@ import re
 
 import msgspec
 
-from rl_swarm.errors import UserError
+from rl_swarm.errors import UsageError
 
 Value = str | int | float | bool | list[str | int | float]
 
@@ -19,7 +19,7 @@ MAX_TEXT = 256
 MAX_CONFIG = 4096  # characters, all settings of a task together
 
 
-class TaskError(UserError):
+class TaskError(UsageError):
     """Reports a task that cannot be used as configured."""
 
 

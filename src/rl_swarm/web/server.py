@@ -34,9 +34,14 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn", "prometheus_client"))
 
 
+def check_host(host: str) -> None:
+    """Raise unless the dashboard can listen there, on whatever port."""
+    bound(host, 0).close()
+
+
 def bound(host: str, port: int) -> socket.socket:
     """Bind a socket to the first free port from this one on."""
-    for candidate in range(port, min(port + MAX_PORTS, 65536)):
+    for candidate in range(port, min(port + MAX_PORTS, 65536)) if port else (0,):
         try:
             family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
             found = socket.socket(family, socket.SOCK_STREAM)

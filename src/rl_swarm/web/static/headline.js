@@ -20,7 +20,7 @@ export function headline() {
     progress.value = about.phase === "finished" ? about.rounds : about.round;
     sentence.textContent = about.headline;
     const told = JSON.stringify(about.example);
-    if (told !== last) example.replaceChildren(...(about.example ? before_and_after(about.example) : []));
+    if (told !== last) example.replaceChildren(...(about.example ? beforeAndAfter(about.example) : []));
     example.hidden = !about.example;
     last = told;
     const next = about.phase === "running" && about.seconds_to_next !== null ? `the next in ${duration(about.seconds_to_next)}` : about.phase;
@@ -47,10 +47,10 @@ export function headline() {
 
 const share = (value) => shown(value, "share");
 
-function before_and_after({ question, before, after, key, name }) {
-  const answer = (label, text, right) => h("div", { class: right ? "said right" : "said" }, h("h3", {}, label), h("pre", {}, text || "(nothing)"));
+function beforeAndAfter({ question, before, after, before_right, after_right, key, name }) {
+  const answer = (label, text, right) => h("div", { class: right ? "told right" : "told" }, h("h3", {}, `${label}: ${right ? "right" : "wrong"}`), h("pre", {}, text || "(nothing)"));
   return [
-    h("div", { class: "asked" }, h("h3", {}, `A question that ${name} never trained on`), h("pre", {}, question)),
-    answer("Before", before, false), answer(key ? `After: right, ${key}` : "After: right", after, true),
+    h("div", {}, h("h3", {}, `${name} was asked, and never trained on it`), h("pre", {}, question), key ? h("p", { class: "note" }, `The right answer is ${key}.`) : null),
+    answer("Before training", before, before_right), answer("Now", after, after_right),
   ];
 }
