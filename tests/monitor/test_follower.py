@@ -237,7 +237,7 @@ def test_events_come_newest_first_and_a_node_that_dies_is_one(tmp_path: Path) ->
     times = [event.timestamp for event in snapshot.events(follower).events]
     assert len(times) == 5 and times == sorted(times, reverse=True)
     assert [e.node for e in snapshot.events(follower, kind="offline").events] == [run.names[1]]
-    assert snapshot.overview(follower).phase == "stopped" and snapshot.health(follower).status == "stale"
+    assert snapshot.overview(follower).phase == "crashed" and snapshot.health(follower).status == "stale"
     assert snapshot.events(follower, node="nobody").events == []
 
 

@@ -103,6 +103,7 @@ def values(chart: Locator, entry: int = 0, what: str = "values") -> list[float]:
 
 def drag(page: Page, chart: Locator, begin: float, stop: float) -> None:
     """Drag over a part of the plot."""
+    chart.scroll_into_view_if_needed()
     box = chart.locator(".u-over").bounding_box()
     assert box
     height = box["y"] + box["height"] / 2
@@ -249,6 +250,7 @@ def test_one_crosshair_runs_through_all_charts_of_a_page(visit: Visit, few: Char
     page, reward = opened_at(visit, f"#/node/{few.history.peers[0].node}")
     entropy = figure(page, "Entropy")
     expect(entropy.locator("canvas")).to_be_visible()
+    reward.scroll_into_view_if_needed()
     box = reward.locator(".u-over").bounding_box()
     assert box
     page.mouse.move(box["x"] + box["width"] / 3, box["y"] + 30)

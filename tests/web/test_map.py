@@ -175,7 +175,7 @@ def test_a_slider_replays_the_run_and_live_goes_back(visit: Visit, watched: Watc
     expect(slider).to_have_attribute("max", str(ROUNDS + 1))
     expect(said).to_have_text("round 0")
     page.mouse.move(2, 2)
-    live = page.get_by_role("button", name="Live")
+    live = page.get_by_role("button", name="Live", exact=True)
     expect(live).to_have_attribute("aria-pressed", "false")
     live.click()
     expect(said).to_have_text(f"now, round {ROUNDS + 1}")
