@@ -4,20 +4,21 @@ const PREFIX = "rl-swarm.";
 const memory = new Map();
 
 export function recall(key, fallback) {
+  if (memory.has(key)) return memory.get(key);
   try {
     const text = localStorage.getItem(PREFIX + key);
-    return text === null ? memory.get(key) ?? fallback : JSON.parse(text);
+    return text === null ? fallback : JSON.parse(text);
   } catch {
-    return memory.get(key) ?? fallback;
+    return fallback;
   }
 }
 
 export function keep(key, value) {
-  memory.set(key, value);
   try {
     localStorage.setItem(PREFIX + key, JSON.stringify(value));
+    memory.delete(key);
   } catch {
-    // the browser is full, or keeps nothing: this page still knows
+    memory.set(key, value); // the browser is full, or keeps nothing
   }
 }
 

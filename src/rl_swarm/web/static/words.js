@@ -5,7 +5,7 @@ import { h } from "./dom.js";
 export const WORDS = {
   "Round": "In a round every node answers questions, scores its answers, shares them, and learns from its own and from those of peers.",
   "Score on unseen questions": "Share of right answers to a fixed set of questions that training never uses, sampled at temperature 1; the mean of all nodes.",
-  "Learned from peers": "Share of the trained groups (a question with all its answers) that other nodes wrote.",
+  "Learned from peers": "Share of the trained groups (a question with all its answers) that other nodes wrote. Whether that helped, a run alone cannot tell: `rl-swarm experiment` compares it with training alone.",
   "The swarm": "Every point is a node, which trains its own model. When one learns from answers that another one's model wrote, a spark flies from the author to the learner. The ring says what a node is doing.",
   "Score": "Mean reward of a node's last 20 rounds: where a right answer earns 1 and a wrong one 0, the share of right answers.",
   "From peers": "Share of the trained groups (a question with all its answers) that other nodes wrote.",
