@@ -267,7 +267,7 @@ def test_the_best_checkpoint_of_a_run_is_taken_by_its_held_out_score(
         (two_runs / "runs" / "older" / "checkpoints" / f"round_{played}" / node.node).mkdir(parents=True)
     assert checkpoint_of("older", None) == f"runs/older/checkpoints/round_1/{high.node}"
     told = capsys.readouterr().err
-    assert f"{high.name} of runs/older after round 2: held-out score 0.600, the best of 2 nodes" in told
+    assert f"{high.name} of runs/older after round 2: test score 0.600, the best of 2 nodes" in told
     assert checkpoint_of("runs/older", low.name).endswith(f"round_2/{low.node}")
     assert checkpoint_of("runs/older", low.name[:-1]).endswith(low.node), "the beginning is enough"
     assert checkpoint_of(None, None).startswith("runs/older/"), "the newest run has no checkpoint"

@@ -17,7 +17,7 @@ ROUNDS = 24  # so many that a run is not over before it is stopped
 def test_a_swarm_runs_to_its_end_and_tells_what_it_achieved(tmp_path: Path) -> None:
     code, output = run(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "6", *QUICK)
     assert code == 0, output
-    for expected in ("Held-out score", "before", "after", "Sharing", "Files", "Next"):
+    for expected in ("Test score", "before", "after", "Sharing", "Files", "Next"):
         assert expected in output
     seen = status(tmp_path, tmp_path / "r")
     assert (seen["phase"], seen["round"], len(seen["nodes"])) == ("finished", 5, 2)

@@ -79,7 +79,7 @@ def test_a_swarm_in_a_cell_is_one_picture_that_changes(trained: Trained) -> None
     for shown in last["text/html"], last["text/plain"]:
         assert f"round {ROUNDS}/{ROUNDS}" in shown and "finished" in shown and "\x1b" not in shown
         assert all(name in shown for name in trained.names)
-        assert "Held-out score: questions that training never saw" in shown
+        assert "Test score: questions that training never saw" in shown
     said = last["text/plain"].count("<answer>")  # by the models, whose answers are shown as they are
     assert "<answer>" not in last["text/html"] and last["text/html"].count("&lt;answer&gt;") == said
     assert "&lt;answer&gt;7" in Picture("<answer>7")._repr_html_()

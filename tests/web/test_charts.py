@@ -120,7 +120,7 @@ def options(chart: Locator) -> Locator:
 
 def test_a_zoom_survives_new_rounds_is_followed_by_the_other_chart_and_is_reset(visit: Visit, few: Charts) -> None:
     page, reward = opened_at(visit)
-    score = figure(page, "Score on unseen questions")
+    score = figure(page, "Test score")
     expect(reward.locator(".reset")).to_be_hidden()
     drag(page, reward, 0.25, 0.5)
     expect(reward.locator(".reset")).to_be_visible()
@@ -151,7 +151,7 @@ def test_rounds_count_from_one_and_scores_from_before_training(visit: Visit, few
     played = few.get("overview")["round"]
     expect(page.locator("dl.three dd").first).to_have_text(f"{played + 1} of {PLAYED + 1000}")
     expect(reward.locator(".at")).to_have_text(f"Round {played}")
-    score = figure(page, "Score on unseen questions")
+    score = figure(page, "Test score")
     expect(score.locator(".at")).to_have_text("After round 100")
     score.locator(".plot").press("ArrowLeft")
     score.locator(".plot").press("ArrowLeft")

@@ -61,7 +61,7 @@ def test_it_tells_the_numbers_of_the_page(tmp_path: Path) -> None:
     seen = drawn(run)
     assert "round 2/5" in seen and "3 of 3 nodes online" in seen and "model tiny" in seen
     assert f"{told.rollouts} rollouts" in seen and f"{told.tokens} tokens" in seen
-    assert "held-out 0.200 → 0.300" in seen and "40% external groups" in seen
+    assert "test score 0.200 → 0.300" in seen and "40% external groups" in seen
     assert f"reward {told.reward:.2f}" in seen and "left" not in seen
     for row in snapshot.nodes(drawing.follower).nodes:
         line = next(line for line in seen.splitlines() if row.name in line and f"{row.reward:.2f}" in line)
@@ -78,7 +78,7 @@ def test_who_is_gone_is_said_and_what_stopped_or_finished_too(tmp_path: Path) ->
     run.play()
     assert f"{animal_name(gone.peer_id)} (offline)" in drawn(run) and "2 of 3 nodes online" in drawn(run)
     run.play()
-    assert "round 2/2" in drawn(run) and "measuring the held-out score" in drawn(run)
+    assert "round 2/2" in drawn(run) and "measuring the test score" in drawn(run)
     other = SmallRun(tmp_path / "other", total=2, pid=NOBODY)
     assert "crashed: 2 nodes ended without leaving" in drawn(other, 120)
     for journal in other.journals.values():
@@ -209,7 +209,7 @@ def test_a_large_swarm_is_summed_up_on_one_screen_and_listed_when_asked(tmp_path
     for height in (None, 24, 40):
         seen = drawn(run, 80, height)
         assert len(seen.splitlines()) < (height or 40) and "and 30 more" in seen and "--all" in seen
-        assert "37 of 40 nodes online" in seen and "held-out scores of 40 nodes" in seen
+        assert "37 of 40 nodes online" in seen and "test scores of 40 nodes" in seen
         assert "lowest 0.00 · 10 % below 0.10 · half below 0.50 · 10 % above 0.88 · highest 0.97" in seen
         assert all(name in next(line for line in seen.splitlines() if "offline: " in line) for name in gone[:2])
     assert sum(bool(re.match(r" *\d+  ", line)) for line in seen.splitlines()) == 10

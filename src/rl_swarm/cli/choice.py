@@ -55,7 +55,7 @@ def checkpoint_of(model: str | None, node: str | None) -> str:
         nodes = [view.nodes[name] for name in saved]
         found = _named(node, nodes, folder) if node is not None else max(nodes, key=_rank)
         score = score_of(found.now)
-        why = f"held-out score {score:.3f}" if score is not None else "no held-out score"
+        why = f"test score {score:.3f}" if score is not None else "no test score"
         if node is None and len(nodes) > 1 and score is not None:
             why += f", the best of {counted(len(nodes), 'node')}"
         note(f"{found.name} of {folder} after round {saved[found.node] + 1}: {why}")

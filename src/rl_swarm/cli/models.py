@@ -48,7 +48,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
     table = Table(
         box=None,
         padding=(0, 2),
-        title=f"{model}: held-out score, {protocol(result.questions, result.samples, result.temperature)}",
+        title=f"{model}: test score, {protocol(result.questions, result.samples, result.temperature)}",
         title_justify="left",
     )
     table.add_column("task")

@@ -34,7 +34,7 @@ def list_runs(root: Path, as_json: bool = False) -> None:
         print(json.dumps([_as_dict(view) for view in views], indent=2))
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("run", "phase", "round", "nodes", "held out", "mean of"):
+    for title in ("run", "phase", "round", "nodes", "test score", "mean of"):
         table.add_column(title, no_wrap=title not in ("run", "mean of"), overflow="fold")
     for view in views:
         start, now = view.mean_held_out("start"), view.mean_held_out("now")

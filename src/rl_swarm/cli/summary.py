@@ -27,7 +27,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     if told.example:
         console.print(answer_pair(told.example))
     table = Table(
-        title="Held-out score: questions that training never saw", title_justify="left", box=None, padding=(0, 1, 0, 0)
+        title="Test score: questions that training never saw", title_justify="left", box=None, padding=(0, 1, 0, 0)
     )
     table.add_column("node", no_wrap=True, vertical="bottom")
     for title in ("before", "after", "ratio", "greedy", "well-formed", "accuracy if\nwell-formed"):

@@ -150,7 +150,7 @@ def _print(result: WarmUp, settings: Settings, console: Console) -> None:
     table = Table(
         box=None,
         padding=(0, 2),
-        title=f"{result.model}: held-out score before and after, "
+        title=f"{result.model}: test score before and after, "
         f"{protocol(asked.questions, asked.samples, asked.temperature)}",
         title_justify="left",
     )

@@ -29,14 +29,14 @@ MAX_ROWS = 10_000  # of the table, without a terminal
 LEAST_ROWS = 3  # of the table, even in a low terminal
 LONGEST, LONGEST_PATH = 200, 1000  # characters of a peer's text, and of a path
 LONGEST_TIME = 1e7  # seconds; longer times are not shown
-TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held-out", "tokens/s", "external")
+TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "test score", "tokens/s", "external")
 WORTH = (
     "node",
     "reward",
     "trend",
     "wins",
     "#",
-    "held-out",
+    "test score",
     "external",
     "rounds",
     "tokens/s",
@@ -66,7 +66,7 @@ class Drawing:
         return snapshot.overview(self.follower)
 
     def ended(self) -> bool:
-        """Return whether nothing more will come: the last round is over and no node measures its held-out score any
+        """Return whether nothing more will come: the last round is over and no node measures its test score any
         more."""
         overview = snapshot.overview(self.follower)
         return overview.phase == "finished" and not overview.alive
@@ -134,7 +134,7 @@ class Drawing:
     def _crowd(self, rows: Sequence[NodeRow], overview: Overview, width: int, room: int | None) -> list[Text]:
         """Sum up a swarm of many nodes: how their scores are spread, and who is offline."""
         scores = [row.held_out_now for row in rows if row.held_out_now is not None]
-        what = "held-out scores"
+        what = "test scores"
         if not scores:
             scores, what = [row.reward for row in rows if row.reward is not None], "rewards"
         offline = [row.name for row in rows if not row.alive] if overview.phase == "running" else []
@@ -203,7 +203,7 @@ class Drawing:
         if overview.phase == "crashed":
             return f"crashed: {counted(len(overview.condition.crashed), 'node')} ended without leaving"
         if overview.phase == "finished":
-            return "measuring the held-out score" if overview.alive else "finished"
+            return "measuring the test score" if overview.alive else "finished"
         soon, left = overview.seconds_to_next, self.seconds_left(overview)
         known = [f"next in {clock(soon)}"] if soon else []
         return ", ".join(known + ([f"{clock(left)} left"] if left else [])) or "first rounds"
@@ -218,7 +218,7 @@ class Drawing:
             facts.insert(0, f"reward {figure(overview.reward)}")
         if overview.held_out_now is not None:
             change = _change(overview.held_out_start, overview.held_out_now, 3)
-            facts.append(f"held-out {change} ({self.follower.view.held_out_protocol()})")
+            facts.append(f"test score {change} ({self.follower.view.held_out_protocol()})")
         if overview.external_share is not None:
             facts.append(f"{overview.external_share:.0%} external groups")
         facts.append(counted(overview.rollouts, "rollout") if overview.rollouts else "")
@@ -303,7 +303,7 @@ def _cells(row: NodeRow, overview: Overview) -> dict[str, Text]:
         "rounds": str(row.participation),
         "reward": "" if row.reward is None else figure(row.reward),
         "wins": str(row.wins),
-        "held-out": "" if row.held_out_now is None else _change(row.held_out_start, row.held_out_now, 2),
+        "test score": "" if row.held_out_now is None else _change(row.held_out_start, row.held_out_now, 2),
         "tokens/s": "" if row.tokens_per_second is None else figure(row.tokens_per_second, 0),
         "external": "" if row.external_share is None else f"{row.external_share:.0%}",
     }

@@ -9,11 +9,11 @@ import { term } from "./words.js";
 
 const CURVES = [
   ["fresh_local", "Reward of fresh answers", "reward", "Mean reward of the answers that a node's own model has just written. It says what the model can do."],
-  ["held_out", "Score on unseen questions", "share", "Share of right answers to questions that training never sees."],
+  ["held_out", "Test score", "share", "Share of right answers to questions that training never sees."],
   ["training_set", "Reward of what it trained on", "reward", "Mean reward of all answers that were trained on, those of peers included. They were chosen, so this does not say what a model can do."],
 ];
-const AT_EQUAL_TOKENS = [["fresh_local_change_equal_tokens", "Reward of fresh answers"], ["held_out_change_equal_tokens", "Score on unseen questions"]];
-const AFTER_EQUAL_ROUNDS = [["fresh_local_change", "Reward of fresh answers"], ["held_out_change", "Score on unseen questions"], ["training_set_change", "Reward of what it trained on"]];
+const AT_EQUAL_TOKENS = [["fresh_local_change_equal_tokens", "Reward of fresh answers"], ["held_out_change_equal_tokens", "Test score"]];
+const AFTER_EQUAL_ROUNDS = [["fresh_local_change", "Reward of fresh answers"], ["held_out_change", "Test score"], ["training_set_change", "Reward of what it trained on"]];
 const NOTES = [
   "Rewards are totals over nodes and rounds. Fresh answers are those that the node's own model has just written.",
   "What it trained on includes the answers of peers, which were chosen. The paper seems to log this.",

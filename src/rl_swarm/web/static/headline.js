@@ -26,7 +26,7 @@ export function headline() {
     const next = about.phase === "running" && about.seconds_to_next !== null ? `the next in ${duration(about.seconds_to_next)}` : about.phase;
     main.replaceChildren(
       fact(term("Round"), `${roundOf(about)} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}; ${next}` : next),
-      fact(term("Score on unseen questions"), share(about.held_out_now), about.held_out_start === null ? "not measured yet" : `from ${share(about.held_out_start)} before training`),
+      fact(term("Test score"), share(about.held_out_now), about.held_out_start === null ? "not measured yet" : about.held_out_now === about.held_out_start ? "before training; measured again later" : `from ${share(about.held_out_start)}, on questions that training never uses`),
       fact(term("Learned from peers"), share(about.external_share), "of the groups trained on"),
     );
     facts.replaceChildren(

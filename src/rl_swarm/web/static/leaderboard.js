@@ -1,6 +1,7 @@
 // Shows the nodes as a table that can be sorted by every column.
 
 import { csv, get } from "./api.js";
+import { shown } from "./chart_axes.js";
 import { card, h, life, nodeLink, percent, score, signed } from "./dom.js";
 import { LongTable } from "./long_table.js";
 import { pins } from "./pins.js";
@@ -23,7 +24,7 @@ const COLUMNS = [
   { title: "#", said: "Rank", key: "rank", number: true, ascending: true, name: "rank", cell: (row) => String(row.rank) },
   { title: "Node", name: "node", key: "name", ascending: true, cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name), row.role ? h("span", { class: "note" }, row.role) : null) },
   { title: "Test score", name: "test", key: "held_out_now", number: true, why: why("Test score"), cell: (row) => (row.held_out_now === null ? "–"
-    : [row.held_out_start === null ? null : h("span", { class: "before wide" }, `${score(row.held_out_start)} → `), h("strong", {}, score(row.held_out_now))].filter(Boolean)) },
+    : [row.held_out_start === null ? null : h("span", { class: "before wide" }, `${shown(row.held_out_start, "share")} → `), h("strong", {}, shown(row.held_out_now, "share"))].filter(Boolean)) },
   { title: "Reward", name: "rewards", key: "reward", number: true, why: why("Reward"), cell: (row) => h("span", { class: "drawn" }, sparkline(row.spark), h("span", {}, score(row.reward))) },
   { title: "Trend", name: "trend", key: "trend", number: true, wide: true, why: why("Trend"), cell: trend },
   { title: "Total reward", name: "total", key: "total_reward", number: true, wide: true, why: why("Total reward"), cell: (row) => row.total_reward.toFixed(1) },

@@ -10,7 +10,7 @@ const plain = (title, said, unit = 1) => ({ title, said, kind: "plain", unit });
 
 const METRICS = {
   reward_local: reward("Reward while training", WORDS.Reward),
-  held_out: share("Score on unseen questions", WORDS["Score on unseen questions"]),
+  held_out: share("Test score", WORDS["Test score"]),
   reward_training: reward("Reward of what it trained on", "Mean reward of all answers that were trained on, those of peers included. They were chosen, so this does not say what a model can do."),
   external_accepted: plain("Groups from peers", "Questions with all their answers that peers wrote and this node trained on, in a round."),
   tokens_per_second: plain("Tokens per second", "How fast answers are written. A token is a piece of a word."),

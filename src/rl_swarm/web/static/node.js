@@ -88,7 +88,7 @@ export function node(id) {
       h("dl", { class: "facts" },
         fact("Rank", String(row.rank), `wins: ${row.wins}`),
         fact("Reward", score(row.reward), row.trend === null ? "last 20 rounds" : `trend ${signed(row.trend)}`),
-        fact("Score on unseen questions", shown(row.held_out_now, "share"), row.held_out_start === null ? null : `from ${shown(row.held_out_start, "share")}`),
+        fact("Test score", shown(row.held_out_now, "share"), row.held_out_start === null ? null : `from ${shown(row.held_out_start, "share")}`),
         fact("Rejected", count(Object.values(about.rejected).reduce((sum, times) => sum + times, 0)), "peer rollouts"),
         fact("Rounds", String(row.participation), row.round === null ? null : `last: ${roundNumber(row.round)}`),
         fact("External groups", percent(row.external_share), "of the groups trained on"),
@@ -118,7 +118,7 @@ export function node(id) {
       h("div", { class: "columns" },
         card("Learned from", saved("learned_from"), links("Peers whose groups it trained on", about.learned_from, "No external groups yet.")),
         card("Used by", saved("used_by"), links("Peers that trained on its groups", about.used_by, "No peer yet, according to the logs on this machine.")),
-        card("Score on unseen questions, by task", saved("held_out"), table("Score on unseen questions, by task", [
+        card("Test score, by task", saved("held_out"), table("Test score, by task", [
           { title: "Task", cell: (each) => each.task },
           { title: "Before", number: true, cell: (each) => shown(each.start, "share") },
           { title: "Now", number: true, cell: (each) => shown(each.now, "share") },
