@@ -33,7 +33,7 @@ WINDOWS = [(*DESKTOP, "light"), (*DESKTOP, "dark"), (*PHONE, "light"), (*PHONE, 
 GALLERY_HEIGHT = 600  # pixels of a picture in the gallery
 COLOURS = 200
 MAX_BYTES = 400_000
-FRAMES, FRAMES_PER_SECOND, RECORDING_WIDTH, MAX_RECORDING = 160, 8, 640, 6_000_000
+RECORDED_SECONDS, FRAMES_PER_SECOND, RECORDING_WIDTH, MAX_RECORDING = 20, 8, 640, 4_000_000
 SETTLE = 1800  # milliseconds until what is drawn stands
 VIEWS = {
     "overview": "#/", "node": "#/node/{node}", "rollouts": "#/rollouts", "feed": "#/events", "runs": "#/runs",
@@ -128,20 +128,20 @@ def record(studio: Studio, url: str, path: Path) -> None:
     context = studio.browser.new_context(viewport={"width": 1000, "height": 900}, color_scheme="dark")
     page = context.new_page()
     page.goto(f"{url}/#/")
-    place = page.locator(".swarm-map").first
+    place = page.locator(".card.map").first
     place.wait_for()
     page.wait_for_timeout(SETTLE)
     frames = []
     begun = time.monotonic()
-    for number in range(FRAMES):
-        time.sleep(max(0.0, begun + number / FRAMES_PER_SECOND - time.monotonic()))
+    while time.monotonic() < begun + RECORDED_SECONDS:
+        time.sleep(max(0.0, begun + len(frames) / FRAMES_PER_SECOND - time.monotonic()))
         frame = Image.open(io.BytesIO(place.screenshot())).convert("RGB")
         frames.append(frame.resize((RECORDING_WIDTH, frame.height * RECORDING_WIDTH // frame.width)))
     seconds = time.monotonic() - begun
     context.close()
     palette = frames[len(frames) // 2].quantize(96, dither=Image.Dither.NONE)
     drawn = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    pause = round(1000 * seconds / FRAMES)
+    pause = round(1000 * seconds / len(frames))
     drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=pause, loop=0, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} KB, {seconds:.0f} s", flush=True)
     assert path.stat().st_size <= MAX_RECORDING
@@ -150,7 +150,7 @@ def record(studio: Studio, url: str, path: Path) -> None:
 def pictures_of_a_run(studio: Studio) -> None:
     """Show a default run: while it is played, and as it is when it ends under an open page."""
     with studio.program("up", "--run", "runs/earlier", "--rounds", "20", "--seed", "7", web=True) as (swarm, _):
-        swarm.communicate()
+        swarm.wait()
     # It goes on for longer than its pictures take.
     with studio.program("up", "--run", "runs/calm-otter", "--rounds", "400", web=True) as (swarm, url):
         if studio.wants("map"):
