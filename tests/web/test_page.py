@@ -124,7 +124,7 @@ def test_the_overview_shows_where_the_swarm_stands_and_its_curve_moves(visit: Vi
     expect(page.locator("figure canvas")).to_have_count(2)
     expect(page.locator("table tbody tr")).to_have_count(2)
     reading = page.locator(".reading").first
-    expect(reading).to_have_text(re.compile(r"Round \d+ *Mean of 2 nodes [01]"))
+    expect(reading).to_have_text(re.compile(r"Round \d+ *Mean of all nodes [01]"))
     latest = reading.locator("span").first
     expect(latest).not_to_have_text(latest.inner_text())
     assert page.title() == "Overview · real"

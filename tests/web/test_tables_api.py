@@ -132,12 +132,12 @@ def test_events_are_sentences(client: TestClient, played: SmallRun) -> None:
 
     first, second, third = (identity.name for identity in played.identities)
     assert f"{first} joined with tiny" in told("joined")
-    assert f"{third} saved a checkpoint in round 20" in told("checkpoint")
+    assert f"{third} saved a checkpoint in round 21" in told("checkpoint")
     assert told("rejected") == [f"{first} refused a rollout of {second}: it is not signed by that node"] * 3
     assert f"{second} reached its best test score so far, 90% (before: 20%)" in told("best_score")
     assert told("failed") == [f"{third} failed: {HOSTILE}"]
     taught = told("taught")
-    assert len(taught) == 10 and "wrote answers that 2 other nodes learned from in round 24" in taught[0]
+    assert len(taught) == 10 and "wrote answers that 2 other nodes learned from in round 25" in taught[0]
     run = SmallRun(played.root.parent / "solver", nodes=1, total=9)
     log = run.journals[run.names[0]]
     for score, solved in ((0.2, 0.0), (0.2, 0.5), (0.1, 0.7)):

@@ -64,7 +64,7 @@ def _as_dict(view: RunView) -> dict[str, object]:
         "held_out_start": view.mean_held_out("start"),
         "held_out_now": view.mean_held_out("now"),
         "held_out_protocol": view.held_out_protocol(),
-        "headline": headline(list(view.nodes.values()), view.phase in ("finished", "stopped", "crashed")).sentence,
+        "headline": headline(view.active(), view.phase in ("finished", "stopped", "crashed")).sentence,
     }
 
 

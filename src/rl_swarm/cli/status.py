@@ -18,6 +18,6 @@ def status(address: str, every: bool, as_json: bool) -> None:
             print_once(view, Console(highlight=False), every)
             return
         view.refresh()
-        told = headline(list(view.nodes.values()), view.phase in ("finished", "stopped", "crashed"))
+        told = headline(view.active(), view.phase in ("finished", "stopped", "crashed"))
         example = asdict(told.example) if told.example else None
         print(json.dumps({**view.as_dict(), "headline": told.sentence, "example": example}, indent=2))

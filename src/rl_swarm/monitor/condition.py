@@ -2,8 +2,8 @@
 
 from rl_swarm.commands import program, quoted
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.records import Condition, DamagedFile
-from rl_swarm.monitor.run_reader import RunView
+from rl_swarm.monitor.records import Condition, DamagedFile, LostNode
+from rl_swarm.monitor.run_reader import NodeView, RunView
 from rl_swarm.network.address import is_url
 from rl_swarm.node import run_settings
 from rl_swarm.protocol.untrusted import printable
@@ -20,7 +20,7 @@ TAIL_BYTES = 8 << 10
 def condition(follower: Follower) -> Condition:
     view = follower.view
     nodes = list(view.nodes.values())
-    crashed = [node.name for node in nodes if node.has_crashed] if view.phase in ("running", "crashed") else []
+    crashed = [_lost(node) for node in nodes if node.has_crashed] if view.phase in ("running", "crashed") else []
     damaged = [
         DamagedFile(f"logs/{node.node}/{log}", lines)
         for node in nodes
@@ -35,6 +35,12 @@ def condition(follower: Follower) -> Condition:
         resume=_resume(view),
         watch=f"{program()} watch {quoted(view.address.text)}",
     )
+
+
+def _lost(node: NodeView) -> LostNode:
+    signs = [node.peer.timestamp if node.peer else None, node.last.timestamp if node.last else None]
+    known = [sign for sign in signs if sign is not None]
+    return LostNode(node.node, node.name, node.last.round if node.last else None, max(known, default=None))
 
 
 def last_sign(view: RunView) -> float | None:

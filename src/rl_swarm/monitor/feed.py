@@ -32,7 +32,7 @@ def taught(follower: Follower) -> list[Event]:
         peer_id, nodes = max(learners[played].items(), key=lambda item: (item[1], item[0]), default=("", 0))
         if nodes and peer_id in names and played < over and times[played]:
             view = names[peer_id]
-            said = f"wrote answers that {counted(nodes, 'other node')} learned from in round {played}"
+            said = f"wrote answers that {counted(nodes, 'other node')} learned from in round {played + 1}"
             found.append(Event(times[played], view.node, view.name, "taught", played, "", said))
     return found
 

@@ -13,11 +13,19 @@ class DamagedFile:
 
 
 @dataclass(frozen=True)
+class LostNode:
+    node: str
+    name: str
+    round: int | None  # the last one that it played
+    last_sign: float | None
+
+
+@dataclass(frozen=True)
 class Condition:
     """Says what a viewer needs to know where a run does not just go on."""
 
     last_sign: float | None  # of life, of any node
-    crashed: list[str]  # names of nodes that are gone without having left
+    crashed: list[LostNode]  # they are gone without having left
     log_end: list[str]  # the last lines of logs/swarm.log, where nodes have crashed
     damaged: list[DamagedFile]
     resume: str  # the command that goes on with the run; empty where it cannot be resumed
@@ -51,6 +59,7 @@ class Overview:
     stages: int
     round_end: str
     seconds_to_next: float | None  # estimated from the pace or the interval
+    seconds_left: float | None  # until the last round is over, estimated from the pace
     nodes: int
     alive: int
     models: list[str]

@@ -281,8 +281,13 @@ class RunView:
             return self.state.phase
         return "crashed" if any(view.has_crashed for view in nodes) else "stopped"
 
+    def active(self) -> list[NodeView]:
+        """Return the nodes whose scores count: those that are alive; all of them once none is."""
+        nodes = list(self.nodes.values())
+        return [view for view in nodes if view.alive] or nodes
+
     def mean_held_out(self, when: str) -> float | None:
-        lines = [view.start if when == "start" else view.now for view in self.nodes.values()]
+        lines = [view.start if when == "start" else view.now for view in self.active()]
         scores = [line["sampled"] for line in lines if line]
         return mean(scores) if scores else None
 

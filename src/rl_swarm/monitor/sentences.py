@@ -27,7 +27,7 @@ REASONS = {
 
 def told(event: Event, line: Mapping[str, Any]) -> Event:
     """Add the sentence to an event of a node's log. A peer may have written the line, so its parts are cut."""
-    played = event.round
+    played = None if event.round is None else event.round + 1  # people count from 1
     of_round = "" if played is None else f" in round {played}"
     said, about, rest = {
         "joined": (f"joined with {_cut(line.get('model'))}", "", ""),
@@ -38,7 +38,7 @@ def told(event: Event, line: Mapping[str, Any]) -> Event:
         "offline": (f"went offline{of_round}", "", ""),
         "online": (f"came online{of_round}", "", ""),
         "checkpoint": (f"saved a checkpoint{of_round}", "", ""),
-        "skipped": (f"skipped rounds {_cut(line.get('first'))} to {_cut(line.get('last'))}", "", ""),
+        "skipped": (f"skipped {_rounds(line.get('first'), line.get('last'))}", "", ""),
         "rejected": ("refused a rollout of", _cut(line.get("node")), f": {reason_of(line.get('reason'))}"),
         "not_asked": ("takes nothing from", _cut(line.get("peer")), f" for {_cut(line.get('rounds'))} rounds"),
         "failed": (f"failed: {_cut(line.get('error'))}", "", ""),
@@ -46,6 +46,12 @@ def told(event: Event, line: Mapping[str, Any]) -> Event:
         "push_failed": (f"could not upload its model: {_cut(line.get('reason'))}", "", ""),
     }.get(event.event, (event.event.replace("_", " ") + of_round, "", ""))
     return replace(event, said=said, about=about, rest=rest)
+
+
+def _rounds(first: object, last: object) -> str:
+    """Name the rounds from one to another, as people count them."""
+    begin, end = (number + 1 if isinstance(number, int) else _cut(number) for number in (first, last))
+    return f"round {begin}" if begin == end else f"rounds {begin} to {end}"
 
 
 def reason_of(reason: object) -> str:

@@ -40,7 +40,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
         view, state, manifest = follower.view, follower.view.state, follower.view.manifest
         nodes, histories = list(view.nodes.values()), list(follower.histories.values())
         own, external = sum(t.own_groups for t in histories), sum(t.external_groups for t in histories)
-        told = headline(nodes, view.phase in ("finished", "stopped", "crashed"))
+        told = headline(view.active(), view.phase in ("finished", "stopped", "crashed"))
         return Overview(
             name=manifest.name if manifest else "",
             address=view.address.text,
@@ -52,6 +52,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             stages=manifest.stages if manifest else 1,
             round_end=manifest.round_end if manifest else "",
             seconds_to_next=_seconds_to_next(follower),
+            seconds_left=_seconds_left(follower),
             nodes=len(nodes),
             alive=sum(node.alive for node in nodes),
             models=sorted({node.peer.model for node in nodes if node.peer}),
@@ -195,7 +196,7 @@ def _mean_and_band(curves: Sequence[Curves], name: str, step: int, spread: bool)
 def _recent(follower: Follower) -> float | None:
     """Return the mean over the nodes of the reward in their last rounds. Hold the lock."""
     found = []
-    for node in follower.view.nodes.values():
+    for node in follower.view.active():
         history = follower.histories.get(node.node)
         if history and not node.rounds:  # its log is elsewhere: these are its reports
             stride = history.curves.stride
@@ -307,6 +308,15 @@ def _seconds_to_next(follower: Follower) -> float | None:
     pace = None if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
     usual = manifest.round_interval if manifest.round_end == "interval" else pace and pace / manifest.stages
     return None if usual is None else max(0.0, usual - (follower.now() - state.started))
+
+
+def _seconds_left(follower: Follower) -> float | None:
+    """Estimate the time until the last round is over, from the pace of the last rounds."""
+    state, manifest = follower.view.state, follower.view.manifest
+    pace = _pace(follower.view.nodes.values())
+    if state is None or manifest is None or pace is None or follower.view.phase != "running":
+        return None
+    return pace * max(0, manifest.rounds - state.round)
 
 
 def _pace(views: Iterable[NodeView]) -> float | None:

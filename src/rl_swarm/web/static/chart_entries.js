@@ -26,7 +26,7 @@ export function entriesOf(data, window) {
   if (data.mean) {
     const values = smooth(data.mean).slice();
     if (window === RECENT && present(data.recent) && lastOf(values) >= 0) values[lastOf(values)] = data.recent; // a node may be a round behind
-    entries.push({ key: "mean", role: "mean", name: data.nodes > 1 ? `Mean of ${data.nodes.toLocaleString("en")} nodes` : "Mean", color: 0, values, raw: data.mean });
+    entries.push({ key: "mean", role: "mean", name: data.nodes > 1 ? "Mean of all nodes" : "Mean", color: 0, values, raw: data.mean });
   }
   if (data.low && data.high && data.nodes >= MIN_FOR_BAND) {
     entries.push({ key: "band", role: "band", name: "10th–90th percentile of all nodes", color: 0, low: smooth(data.low), high: smooth(data.high) });

@@ -2,7 +2,7 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { follow } from "./connection.js";
+import { follow, rest } from "./connection.js";
 import { card, fact, h, redraw, score, signed, table } from "./dom.js";
 import { forestPlot } from "./forest_plot.js";
 import { term } from "./words.js";
@@ -82,6 +82,7 @@ async function refresh() {
   const phase = document.getElementById("phase");
   phase.textContent = state.phase;
   phase.className = `pill ${state.phase}`;
+  rest(state.phase);
   facts.replaceChildren(...[
     fact("Runs finished", `${state.runs.filter((run) => run.phase === "finished").length} of ${state.runs.length}`, "of those that have begun"),
     fact("Ways of training", String(state.arms.length), "that are compared"),

@@ -23,11 +23,11 @@ export function headline() {
     if (told !== last) example.replaceChildren(...(about.example ? beforeAndAfter(about.example) : []));
     example.hidden = !about.example;
     last = told;
-    const next = about.phase === "running" && about.seconds_to_next !== null ? `the next in ${duration(about.seconds_to_next)}` : about.phase;
+    const left = about.seconds_left === null ? about.phase : `about ${duration(about.seconds_left)} left`;
     main.replaceChildren(
-      fact(term("Round"), `${roundOf(about)} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}; ${next}` : next),
+      fact(term("Round"), `${roundOf(about)} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}; ${left}` : left),
       fact(term("Test score"), share(about.held_out_now), about.held_out_start === null ? "not measured yet" : about.held_out_now === about.held_out_start ? "before training; measured again later" : `from ${share(about.held_out_start)}, on questions that training never uses`),
-      fact(term("Learned from peers"), share(about.external_share), "of the groups trained on"),
+      fact(term("Learned from peers"), share(about.external_share), "of what was trained on"),
     );
     facts.replaceChildren(
       fact(term("Nodes"), `${about.alive} of ${about.nodes}`, "online"),
@@ -36,7 +36,7 @@ export function headline() {
       fact(term("Reward"), score(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(score).join(", ")}` : "last 20 rounds"),
       fact(term("Rollouts"), count(about.rollouts), "questions answered"),
       fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
-      fact("A round ends", ENDS[about.round_end] ?? "–"),
+      fact("A round ends", ENDS[about.round_end] ?? "–", about.seconds_to_next === null ? null : `the next in ${duration(about.seconds_to_next)}`),
     );
   }
 

@@ -25,7 +25,7 @@ const COLUMNS = [
   { title: "Node", name: "node", key: "name", ascending: true, cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name), row.role ? h("span", { class: "note" }, row.role) : null) },
   { title: "Test score", name: "test", key: "held_out_now", number: true, why: why("Test score"), cell: (row) => (row.held_out_now === null ? "–"
     : [row.held_out_start === null ? null : h("span", { class: "before wide" }, `${shown(row.held_out_start, "share")} → `), h("strong", {}, shown(row.held_out_now, "share"))].filter(Boolean)) },
-  { title: "Reward", name: "rewards", key: "reward", number: true, why: why("Reward"), cell: (row) => h("span", { class: "drawn" }, sparkline(row.spark), h("span", {}, score(row.reward))) },
+  { title: "Reward", name: "rewards", key: "reward", number: true, why: why("Reward"), cell: (row) => h("span", { class: "sparked" }, sparkline(row.spark), h("span", {}, score(row.reward))) },
   { title: "Trend", name: "trend", key: "trend", number: true, wide: true, why: why("Trend"), cell: trend },
   { title: "Total reward", name: "total", key: "total_reward", number: true, wide: true, why: why("Total reward"), cell: (row) => row.total_reward.toFixed(1) },
   { title: "Votes", name: "votes", key: "wins", number: true, wide: true, why: why("Votes"), cell: (row) => String(row.wins) },

@@ -9,12 +9,12 @@ import { swarmMap } from "./swarm_map.js";
 
 export function overview() {
   const status = headline();
-  const parts = [swarmMap(), progressCurves(), leaderboard()]; // each fetches what it shows
+  const [map, ...others] = [swarmMap(), progressCurves(), leaderboard()]; // each fetches what it shows
 
   async function refresh() {
-    const [about] = await Promise.all([get("api/overview"), ...parts.map((part) => part.refresh())]);
+    const [about] = await Promise.all([get("api/overview"), ...[map, ...others].map((part) => part.refresh())]);
     status.show(about);
   }
 
-  return { title: "Overview", refresh, element: h("div", { class: "stack" }, status.element, parts.map((part) => part.element)) };
+  return { title: "Overview", refresh, element: h("div", { class: "stack" }, h("div", { class: "opening" }, status.element, map.element), others.map((part) => part.element)) };
 }

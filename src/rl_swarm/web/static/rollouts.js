@@ -34,11 +34,15 @@ function folded(completions) {
   });
 }
 
+// The task decides what is right: it may allow more than the key says, such as a rounded number.
+const accepted = (answer, row) => kindOf(answer) === "right" && row.answer !== null && !row.tests.length && !answer.text.includes(row.answer);
+
 function completion({ answer, times, ranges }, number, row) {
   return h("li", { class: `answer ${kindOf(answer)}` },
     h("p", { class: "marks" }, box(answer), h("strong", {}, verdictOf(answer)), times > 1 ? h("span", { class: "pill" }, `${times} times`) : null,
       rewardBar(answer, row.best), h("span", {}, `advantage ${signed(answer.advantage)}`),
       row.tests.length ? h("span", { class: "tested" }, tested(answer, row.tests.length)) : null,
+      accepted(answer, row) ? h("span", {}, "not the key, but the task accepts it") : null,
       answer.truncated ? h("span", {}, "cut off at the longest length") : null, answer.shortened ? h("span", {}, "shortened for display") : null),
     folding(answer.text, `completion ${number + 1}`, answer.text ? shown(answer.text, ranges) : h("pre", {}, "(nothing)")));
 }

@@ -1,6 +1,6 @@
 // Says how the run stands where it does not just go on: waiting, stopped, crashed, finished, damaged, or out of reach.
 
-import { duration, h, moment } from "./dom.js";
+import { duration, h, moment, nodeLink, roundNumber } from "./dom.js";
 
 const copied = (text) => h("button", { type: "button", class: "copy", "aria-label": `Copy ${text}`, onclick: async (event) => {
   await navigator.clipboard?.writeText(text).catch(() => null);
@@ -10,7 +10,15 @@ const copied = (text) => h("button", { type: "button", class: "copy", "aria-labe
 // A command to type, with a button that copies it.
 const command = (label, text) => (text ? h("p", { class: "command" }, label, " ", h("code", {}, text), " ", copied(text)) : null);
 
-const list = (names) => (names.length > 4 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} others` : names.join(", "));
+// Which nodes are gone, and what is known of when.
+function lost(nodes) {
+  const shown = nodes.slice(0, 5).map(({ node, name, round, last_sign }) => h("li", {}, nodeLink(node, name),
+    round === null ? ", before its first round" : `, after round ${roundNumber(round)}`, last_sign === null ? "" : [", last heard of at ", moment(last_sign)]));
+  return h("ul", { class: "plain" }, shown, nodes.length > shown.length ? h("li", {}, `and ${nodes.length - shown.length} others`) : null);
+}
+
+const WHY = "Nothing was said before, so the process was killed, or its machine or its network failed.";
+const ended = (nodes) => (nodes.length === 1 ? `${nodes[0].name} has ended without a word.` : `${nodes.length} nodes have ended without a word.`);
 
 function described(about, connection) {
   const { condition, phase } = about;
@@ -20,14 +28,14 @@ function described(about, connection) {
   const again = command("Open this page again with", condition.watch);
   const notes = [];
   if (phase === "crashed") {
-    notes.push(note("bad", `The run has crashed: ${list(condition.crashed)} ended without leaving.`, h("p", {}, seen), resume, log(condition.log_end)));
+    notes.push(note("bad", `The run has crashed: ${ended(condition.crashed)}`, lost(condition.crashed), h("p", {}, WHY), seen && h("p", {}, seen), resume, log(condition.log_end)));
   } else if (phase === "stopped") {
     notes.push(note("warn", `The run was stopped in round ${about.round + 1} of ${about.rounds}. Its nodes have saved what they learned.`, seen && h("p", {}, seen), resume));
   } else if (phase === "waiting") {
     notes.push(note("", about.nodes ? "The first round begins when enough nodes are ready." : "Waiting for the first node. Nodes load their model first, which takes seconds to minutes."));
   } else if (phase === "running" && condition.crashed.length) {
-    const many = condition.crashed.length > 1;
-    notes.push(note("warn", `${list(condition.crashed)} ${many ? "are" : "is"} gone without having left. The others go on; \`up\` starts ${many ? "them" : "it"} again.`, log(condition.log_end)));
+    const again = "The others go on. A node of \u201crl-swarm up\u201d is started again by itself; another one is started again as it was first.";
+    notes.push(note("warn", ended(condition.crashed), lost(condition.crashed), h("p", {}, WHY), h("p", {}, again), log(condition.log_end)));
   }
   if (condition.damaged.length) {
     notes.push(note("warn", "Lines of these logs cannot be read, so curves may have gaps:", h("ul", { class: "plain" }, condition.damaged.map((file) => h("li", {}, h("code", {}, file.path), `: ${file.lines} ${file.lines === 1 ? "line" : "lines"}`)))));
