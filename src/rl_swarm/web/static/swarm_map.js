@@ -18,6 +18,7 @@ const TWEEN = 450; // milliseconds of a change of colour
 const QUICK = 3; // seconds of a round whose phases are played after it, for heartbeats are slower
 const BEAT_MS = 70; // between the phases that are played
 const REPLAY_MS = 24_000; // of a whole run, about
+const beside = matchMedia("(min-width: 68rem)"); // the headline, as in style.css
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 let shown = null; // the map on the page
 
@@ -285,7 +286,7 @@ class SwarmMap {
     if (!width) return;
     const most = phone ? 400 : 440;
     this.scene.cells = length >= MANY ? grid(length, width, most) : null;
-    const height = this.scene.cells ? this.scene.cells.height + 2 : length <= FEW ? (phone ? 320 : 350) : phone ? 380 : 480;
+    const height = this.scene.cells ? this.scene.cells.height + 2 : length <= FEW ? (phone ? 320 : beside.matches ? 470 : 350) : phone ? 380 : 480;
     this.scene.radius = length <= FEW ? (phone ? 15 : 19) : (length <= 40 ? 11 : length <= 120 ? 7.5 : 5) * (phone ? 0.7 : 1);
     this.scene.phases = length <= FEW;
     this.stage.style.height = `${height}px`;
