@@ -311,12 +311,13 @@ def _seconds_to_next(follower: Follower) -> float | None:
 
 
 def _seconds_left(follower: Follower) -> float | None:
-    """Estimate the time until the last round is over, from the pace of the last rounds."""
+    """Estimate the time until the last round is over, from the interval or the pace of the last rounds."""
     state, manifest = follower.view.state, follower.view.manifest
-    pace = _pace(follower.view.nodes.values())
-    if state is None or manifest is None or pace is None or follower.view.phase != "running":
+    if state is None or manifest is None or follower.view.phase != "running":
         return None
-    return pace * max(0, manifest.rounds - state.round)
+    by_clock = manifest.round_end == "interval"
+    pace = manifest.round_interval * manifest.stages if by_clock else _pace(follower.view.nodes.values())
+    return None if pace is None else pace * max(0, manifest.rounds - state.round)
 
 
 def _pace(views: Iterable[NodeView]) -> float | None:
