@@ -18,7 +18,7 @@ export function card(node, around, nodes, when) {
   const unit = node.hasLog ? "groups" : "votes";
   return [
     h("p", { class: "map-name" }, h("strong", {}, node.name), when.live ? h("span", { class: "pill" }, SAID[node.phase] ?? node.phase) : null),
-    h("p", { class: "plain" }, `Score ${score(node.shown)}`, when.live ? ` · wins: ${node.wins}` : ""),
+    h("p", { class: "plain" }, `Score ${score(node.shown)}`, when.live ? ` · votes: ${node.wins}` : ""),
     h("p", { class: "note" }, when.title),
     list(node.hasLog ? "Learned from" : "Found best", around.from, nodes, unit),
     list(node.hasLog ? "Taught" : "Found best by", around.to, nodes, unit),

@@ -86,7 +86,7 @@ export function node(id) {
     redraw(head,
       h("p", { class: "id" }, row.peer_id || row.node),
       h("dl", { class: "facts" },
-        fact("Rank", String(row.rank), `wins: ${row.wins}`),
+        fact("Rank", String(row.rank), `votes: ${row.wins}`),
         fact("Reward", score(row.reward), row.trend === null ? "last 20 rounds" : `trend ${signed(row.trend)}`),
         fact("Test score", shown(row.held_out_now, "share"), row.held_out_start === null ? null : `from ${shown(row.held_out_start, "share")}`),
         fact("Rejected", count(Object.values(about.rejected).reduce((sum, times) => sum + times, 0)), "peer rollouts"),
