@@ -198,7 +198,9 @@ def test_the_error_of_a_worker_is_reported(settings, load, tmp_path):
     folder = save_small(tmp_path / "model")
     policy = load(settings.changed(model=str(folder)))
     (folder / "config.json").unlink()
-    with pytest.raises(DataParallelError, match=r"worker 1 failed: ModelError: MODEL_NAME=.* there is no config.json"):
+    with pytest.raises(
+        DataParallelError, match=r"worker 1 failed: (ModelError|NoSuchModel): MODEL_NAME=.* there is no config.json"
+    ):
         policy.sample(PROMPTS, 1, 0)
 
 

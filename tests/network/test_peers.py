@@ -107,7 +107,7 @@ def test_up_among_peers_plays_its_rounds_and_is_sound(tmp_path: Path) -> None:
         output, _ = swarm.communicate(timeout=400)
     finally:
         end(swarm)
-    assert swarm.returncode == 0 and "Held-out score" in output, output
+    assert swarm.returncode == 0 and "Test score" in output, output
     until(lambda: not any(daemon.is_running() for daemon in running))
     for lines in metrics(tmp_path / "run").values():
         played = [line for line in lines if line["kind"] == "round"]

@@ -112,7 +112,10 @@ ALLOWED = {
     "cli/preflight.py": "a device",
     "cli/running.py": "directories that the user named",
     "cli/identity.py": "files that the user named",
-    "cli/app.py": "whether a file that the user named is there",
+    "cli/arguments.py": "runs in the directory of the user, for the newest one and for completion",
+    "cli/choice.py": "whether a directory that the user named is there",
+    "cli/runs.py": "directories that the user named",
+    "cli/validate.py": "whether a file that the user named is there",
     "cli/warmup.py": "files that the user named",
     "cli/experiment.py": "directories that the user named",
     "experiment/figures.py": "into memory",
@@ -126,7 +129,8 @@ ALLOWED = {
 
 # Modules that have shared paths at hand too: there it is the functions that are listed.
 MIXED = {
-    "cli/app.py": {"validate"},
+    "cli/runs.py": {"list_runs"},
+    "cli/validate.py": {"validate"},
     "cli/experiment.py": {"_check_folder"},
     "cli/running.py": {"up", "_run", "run_process", "_new_run_directory"},
     "experiment/figures.py": {"draw"},

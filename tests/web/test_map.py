@@ -99,7 +99,11 @@ def places(page: Page) -> list[tuple[float, float]]:
     box = page.locator(".map-stage").bounding_box()
     assert box is not None
     middle, side = box["width"] / 2, min(box["width"] / 2 - 64, 330)
-    return [(middle, 19 * 2 + 8), (middle + side, 350 - 19 * 1.5 - 42), (middle - side, 350 - 19 * 1.5 - 42)]
+    return [
+        (middle, 19 * 2 + 8),
+        (middle + side, box["height"] - 19 * 1.5 - 42),
+        (middle - side, box["height"] - 19 * 1.5 - 42),
+    ]
 
 
 def test_an_edge_says_what_the_logs_say(watched: Watched) -> None:
@@ -127,7 +131,7 @@ def test_a_node_tells_who_taught_it_and_opens_by_a_click(visit: Visit, watched: 
     names = watched.map()["nodes"]["name"]
     page.locator(".map-stage canvas").last.hover(position=dict(zip("xy", places(page)[0], strict=True)))
     card = page.locator(".map-card")
-    for text in (names[0], "Learned from", "Taught", f"In rounds 0 to {ROUNDS - 1}"):
+    for text in (names[0], "Learned from", "Taught", f"In rounds 1 to {ROUNDS}"):
         expect(card).to_contain_text(text)
     for other in names[1:]:
         expect(card.locator("li", has_text=other)).to_have_count(2)
@@ -163,22 +167,22 @@ def test_a_slider_replays_the_run_and_live_goes_back(visit: Visit, watched: Watc
     now = page.evaluate(COLORS, places(page))
     slider, said = page.get_by_label("Round that the map shows"), page.locator(".map-time output")
     slider.fill("0")
-    expect(said).to_have_text("round 0")
+    expect(said).to_have_text("round 1")
     until_still(page)
     begin = page.evaluate(COLORS, places(page))
     assert set(begin).isdisjoint(now), "the scores of the first round have other colours"
     page.locator(".map-stage canvas").last.hover(position=dict(zip("xy", places(page)[0], strict=True)))
     number = watched.run.names.index(watched.map()["nodes"]["node"][0])
     expect(page.locator(".map-card")).to_contain_text(f"Score 0.2{5 + number}0")
-    expect(page.locator(".map-card")).to_contain_text("In round 0")
+    expect(page.locator(".map-card")).to_contain_text("In round 1")
     watched.play()  # the past stays in view while the swarm goes on
     expect(slider).to_have_attribute("max", str(ROUNDS + 1))
-    expect(said).to_have_text("round 0")
+    expect(said).to_have_text("round 1")
     page.mouse.move(2, 2)
     live = page.get_by_role("button", name="Live", exact=True)
     expect(live).to_have_attribute("aria-pressed", "false")
     live.click()
-    expect(said).to_have_text(f"now, round {ROUNDS + 1}")
+    expect(said).to_have_text(f"now, round {ROUNDS + 2}")
     expect(live).to_have_attribute("aria-pressed", "true")
     page.get_by_role("button", name="Play").click()
     expect(said).to_have_text(re.compile(r"^round [1-9]"))
@@ -187,7 +191,7 @@ def test_a_slider_replays_the_run_and_live_goes_back(visit: Visit, watched: Watc
     page.wait_for_timeout(1500)
     assert said.inner_text() == stopped
     page.get_by_role("button", name="Play").click()
-    expect(said).to_have_text(f"now, round {ROUNDS + 1}")  # after the last round it is live again
+    expect(said).to_have_text(f"now, round {ROUNDS + 2}")  # after the last round it is live again
 
 
 def test_it_draws_when_something_changes_and_else_never(visit: Visit, watched: Watched) -> None:
@@ -197,7 +201,7 @@ def test_it_draws_when_something_changes_and_else_never(visit: Visit, watched: W
     page.wait_for_timeout(3000)
     assert page.evaluate("window.frames") == before
     watched.play()
-    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 1}")
+    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 2}")
     until(lambda: page.evaluate("window.frames") > before + 5)  # sparks fly
     until_still(page)
     page.evaluate(HIDE, True)
@@ -206,13 +210,14 @@ def test_it_draws_when_something_changes_and_else_never(visit: Visit, watched: W
     page.wait_for_timeout(4000)
     assert page.evaluate("window.frames") == before, "nobody sees it"
     page.evaluate(HIDE, False)
-    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 2}")
+    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 3}")
     assert page.evaluate("window.frames") > before
-    page.set_viewport_size({"width": 1200, "height": 300})  # the map is below what can be seen
+    page.set_viewport_size({"width": 1200, "height": 300})
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")  # the map is above what can be seen
     until_still(page)
     before = page.evaluate("window.frames")
     watched.play()
-    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 3}")
+    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 4}")
     page.wait_for_timeout(1500)
     assert page.evaluate("window.frames") == before, "it is out of sight"
 
@@ -225,7 +230,7 @@ def test_without_motion_it_shows_states(browser: Browser, watched: Watched) -> N
     until_still(page)
     before = page.evaluate("window.frames")
     watched.play()
-    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 1}")
+    expect(page.locator(".map-time output")).to_have_text(f"now, round {ROUNDS + 2}")
     until(lambda: page.evaluate("window.frames") > before)
     until_still(page)
     assert page.evaluate("window.frames") < before + 10, "nothing moves, the colours and edges are drawn at once"

@@ -2,7 +2,7 @@
 // the run. Nothing is drawn while nothing changes, while the page is hidden or the map is out of sight.
 
 import { get } from "./api.js";
-import { h } from "./dom.js";
+import { h, roundNumber } from "./dom.js";
 import { card, sentence } from "./map_card.js";
 import { Drawing, rampOf } from "./map_drawing.js";
 import { FEW, MANY, Network, circle, fitted, grid, nearest, next } from "./map_layout.js";
@@ -374,9 +374,9 @@ class SwarmMap {
 
   period() {
     const { model, frame } = this;
-    if (frame === null) return { live: true, title: model.rounds.size ? `In rounds ${model.oldest} to ${model.newest}` : "No round yet" };
+    if (frame === null) return { live: true, title: model.rounds.size ? `In rounds ${roundNumber(model.oldest)} to ${roundNumber(model.newest)}` : "No round yet" };
     const first = model.frames[frame].round, last = Math.min(model.round, first + model.stride - 1);
-    return { live: false, title: first === last ? `In round ${first}` : `In rounds ${first} to ${last}` };
+    return { live: false, title: first === last ? `In round ${roundNumber(first)}` : `In rounds ${roundNumber(first)} to ${roundNumber(last)}` };
   }
 
   // Writes how many nodes are in each phase.
@@ -400,7 +400,7 @@ class SwarmMap {
     this.ends[1].textContent = String(model.high);
     this.scale.setAttribute("aria-label", `Colours from ${model.low} to ${model.high}`);
     this.scale.style.background = `linear-gradient(90deg, ${rampOf().join()})`;
-    this.when.textContent = live ? `now, round ${model.round}` : title.replace("In ", "");
+    this.when.textContent = live ? `now, round ${roundNumber(model.round)}` : title.replace("In ", "");
     this.live.setAttribute("aria-pressed", String(live));
     if (live) this.slider.value = this.slider.max;
     this.slider.setAttribute("aria-valuetext", this.when.textContent);
