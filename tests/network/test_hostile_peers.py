@@ -196,7 +196,7 @@ def test_a_peer_that_answers_slowly_on_purpose_gets_less_and_less_time(monkeypat
         assert engine.ask(ann.identity.peer_id, WHAT_TIME, 32)
         assert ann.silent[slow] == before, "asking us does not end a long pause"
 
-        slowly, ann.silent[slow] = False, (0.0, before[1])
+        slowly, ann.silent[slow] = False, (0.0, min(before[1], 0.2))  # others of this process may have asked too
         ann.patience[slow] = 5.0
         assert ann.ask(slow, b"rollouts/round_0/stage_0/slow.json", 100) == b""
         assert 5 < ann.patience[slow] < 9, "one answer in time does not make up for it"
